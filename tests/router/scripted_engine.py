@@ -110,6 +110,8 @@ class ScriptedEngine:
     """Tokens of each prompt that it says it had already, as with --enable-prompt-tokens-details."""
     models: tuple[str, ...] = ("tiny",)
     """The first is that of requests that name none."""
+    adapters: dict[str, str] = field(default_factory=dict)
+    """Which of them are adapters, and of which model."""
     differs: bool = False
     """It goes on with tokens that it would not have computed."""
     is_healthy: bool = True
@@ -197,7 +199,8 @@ class ScriptedEngine:
             writer.write(whole_answer(200 if self.is_healthy else 503, b""))
         elif path == "/v1/models":
             more = {"object": "model", "max_model_len": self.max_model_len}
-            entries = [{"id": model, **more} for model in self.models]
+            parents = self.adapters
+            entries = [{"id": m, "parent": parents.get(m), **more} for m in self.models]
             writer.write(json_answer(200, {"object": "list", "data": entries}))
         elif path == "/metrics":
             writer.write(whole_answer(200, self.metrics.encode(), b"text/plain"))

@@ -177,6 +177,23 @@ def test_prefill_is_skipped_when_decode_holds_the_prompt() -> None:
     run(test)
 
 
+def test_what_is_cached_of_a_model_is_of_no_use_to_its_adapters() -> None:
+    async def test() -> None:
+        async with cluster() as (d, engines, publishers):
+            for engine in engines.values():
+                engine.models = ("tiny", "adapter")
+                engine.adapters = {"adapter": "tiny"}
+            await until(lambda: all(i.adapters for i in d.router.registry), "models read again")
+            await publish_prompt(d, "d1", publishers["d1"], 9)
+            for _ in range(4):
+                assert (await d.post(model="adapter", prompt=TOKENS))[0] == 200
+            assert [len(e.received) for e in engines.values()] == [2, 2, 2, 2]
+            assert (await d.post(prompt=TOKENS))[0] == 200
+            assert d.count("prefill_skips_total", reason="decode_holds_prefix") == 1
+
+    run(test)
+
+
 def test_what_was_expected_is_compared_with_what_engines_say() -> None:
     async def test() -> None:
         async with cluster() as (d, engines, publishers):

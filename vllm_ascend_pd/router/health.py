@@ -42,6 +42,8 @@ _TOLD = re.compile(rb'(?:^|,)(epoch|kv_endpoint|fingerprint|part|adapter|value)=
 
 class _Model(msgspec.Struct):
     id: str
+    parent: str | None = None
+    """Whose adapter it is."""
 
 
 class _Models(msgspec.Struct):
@@ -161,6 +163,7 @@ class Prober:
             return
         self.models[instance] = entries
         instance.models = tuple(model.id for model in models.data)
+        instance.adapters = frozenset(model.id for model in models.data if model.parent)
 
     async def _read_load(self, instance: Instance) -> None:
         if time.monotonic() - instance.load.read_at < self._probes.load_interval_s:

@@ -41,7 +41,7 @@ class Routed:
     block_size: int | None = None
     """Of the chosen decode instance, if it is known."""
     is_salted: bool = False
-    """Its prefix is cached for requests with the same salt only."""
+    """Its prefix is cached for requests with the same salt, or adapter, only."""
     previous_response: str | None = None
     """The stored response that it goes on from, or is about."""
     tenant: Tenant | None = None
