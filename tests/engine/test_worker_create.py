@@ -109,6 +109,7 @@ class Host:
             kv_transfer_config=config,
             speculative_config=None,
             parallel_config=SimpleNamespace(world_size=1),
+            max_concurrent_batches=1,
         )
         PDConfig.from_kv_transfer_config(config)
         for part in (part for cache in caches.values() for part in parts(cache)):
