@@ -107,3 +107,29 @@ def test_pool_that_holds_nothing_says_so(
     assert not caplog.messages
     assert tier.Opening(PoolConfig(), value_bytes=101).memory_bytes() == 100
     assert "100 bytes for each worker, holds no block" in caplog.text
+
+
+SIZED = "pool.dram_size, 16777216 bytes for each worker, holds no block (16777217 bytes)"
+
+
+@pytest.mark.parametrize(
+    ("tiers", "dram_size", "says"),
+    [
+        (("mooncake",), 16 << 20, SIZED),
+        (("dram",), 16 << 20, SIZED),
+        (("dram",), 0, "pool.dram_size, 0 bytes for each worker, holds no block"),
+        (("mooncake",), 0, ""),
+    ],
+)
+def test_pool_that_was_told_a_size_for_no_block_says_so(
+    caplog: pytest.LogCaptureFixture, tiers: tuple[str, ...], dram_size: int, says: str
+) -> None:
+    config = PoolConfig(tiers=tiers, dram_size=dram_size)
+    opening = tier.Opening(config, num_workers=2, value_bytes=16 << 20)
+    assert opening.memory_bytes() == dram_size
+    assert bool(caplog.messages) == (not dram_size and bool(says))
+    caplog.clear()
+    tier.Opening(config, num_workers=2, value_bytes=(16 << 20) + 1).memory_bytes()
+    assert says in caplog.text
+    assert bool(caplog.messages) == bool(says)
+    assert not says or "raise it to 33554434 bytes or more" in caplog.text

@@ -121,6 +121,7 @@ class FileTier(Tier):
         if ssd is None:
             raise ConfigError('pool.tiers fs needs pool.ssd: {"path": …, "size": …}')
         opening.check_share("pool.ssd.size", ssd.size)
+        opening.warn_of_no_room("pool.ssd.size", ssd.size)
         if opening.rank == 0:
             _warn_of_others(Path(ssd.path), opening.num_workers)
         tier = cls(make_folder(ssd.path), ssd.size, Shares.of(opening.config))

@@ -84,15 +84,28 @@ class Opening:
             num_bytes = int(available_memory_bytes() * _DRAM_SHARE) // self.num_workers
         # What is available changes as soon as one of them takes its part.
         num_bytes = int(self.from_first(num_bytes))
-        if self.config.dram_size is None and num_bytes < self.value_bytes:
+        if self.config.dram_size is None:
+            self.warn_of_no_room(
+                "a quarter of the memory that is available here",
+                num_bytes,
+                "see the memory limit of the container, or say pool.dram_size",
+            )
+        elif num_bytes or "dram" in self.config.tiers:  # to Mooncake an engine may give nothing
+            self.warn_of_no_room("pool.dram_size", num_bytes)
+        return num_bytes
+
+    def warn_of_no_room(self, field: str, num_bytes: int, advice: str = "") -> None:
+        """Where a tier's so many bytes, as ``field`` says, are less than a value has."""
+        if num_bytes < self.value_bytes:
+            least_bytes = self.value_bytes * self.num_workers
             logger.warning(
-                "KV pool: a quarter of the memory that is available here, %d bytes for each"
-                " worker, holds no block (%d bytes), so nothing is kept in it: see the memory"
-                " limit of the container, or say pool.dram_size",
+                "KV pool: %s, %d bytes for each worker, holds no block (%d bytes), so nothing is"
+                " kept in it: %s",
+                field,
                 num_bytes,
                 self.value_bytes,
+                advice or f"raise it to {least_bytes} bytes or more",
             )
-        return num_bytes
 
     def check_share(self, field: str, num_bytes: int) -> None:
         """Of a tier with so many bytes, as ``field`` says.

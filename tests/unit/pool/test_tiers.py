@@ -368,6 +368,16 @@ def test_folders_of_workers_that_are_no_more_are_named(
     }
 
 
+def test_folder_that_holds_no_block_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = PoolConfig(tiers=("fs",), ssd=SsdConfig(str(tmp_path), 64 << 20))
+    FileTier.open(Opening(config, value_bytes=64 << 20)).close()
+    assert "holds no block" not in caplog.text
+    FileTier.open(Opening(config, value_bytes=(64 << 20) + 1)).close()
+    assert "pool.ssd.size, 67108864 bytes for each worker, holds no block" in caplog.text
+
+
 def test_smaller_folder_keeps_what_was_used_last(files: FileTier, tmp_path: Path) -> None:
     put(files, *range(4))
     for number, path in enumerate(sorted((tmp_path / "pd2").glob("*/*/*"))):
