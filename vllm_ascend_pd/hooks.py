@@ -274,7 +274,8 @@ def rewind_generator(request: CachedRequestState) -> None:
 
 def arrange_accepted_counts(runner: Any, scheduler_output: SchedulerOutput) -> None:
     """Model Runner V1, states and speculative decoding, whatever the connector: before a step, the
-    counts of accepted drafts of the last one, each in its request's row of this one.
+    counts of accepted drafts of the last one, each in its request's row of this one. A runner for
+    which it is called has them come to ``num_accepted_tokens``, and not to its batch.
     """
     if not hasattr(runner, "pd_accepted_counts"):
         module = import_module("vllm_ascend_pd.engine.vllm_api.accepted_counts")

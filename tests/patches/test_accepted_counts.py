@@ -276,3 +276,14 @@ def test_new_request_has_no_count_of_one_of_its_name_in_the_last_step(
 ) -> None:
     beside_another.take("one")
     assert beside_another.read(new=["one"]) == {"other": ENDED, "one": 1}
+
+
+def test_runner_that_arranges_its_counts_itself_finds_them_where_vllm_puts_them(
+    batch: InputBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vllm-ascend's does, which reads them in rows of its batch."""
+    steps = Steps(batch, monkeypatch, ahead=False)
+    steps.take("one")
+    steps.take("other")
+    steps.sample({"one": ENDED, "other": KEPT})
+    assert batch.num_accepted_tokens_cpu[:2].tolist() == [ENDED, KEPT]

@@ -49,12 +49,16 @@ class Listener:
         listening: socket.socket,
         trust: Trust | None,
         on_frame: Callable[[bytes, bytes], None],
+        max_waiting_bytes: float | None = None,
     ) -> None:
-        """Without ``trust`` for a Unix socket that only this user can reach."""
+        """Without ``trust`` for a Unix socket that only this user can reach. ``max_waiting_bytes``
+        as of a ``Connection``.
+        """
         self._reactor = reactor
         self._listening = listening
         self._trust = trust
         self._on_frame = on_frame
+        self._max_waiting_bytes = max_waiting_bytes
         self._numbers = itertools.count(1)
         self._connections: dict[bytes, Connection] = {}
         listening.setblocking(False)
@@ -110,6 +114,7 @@ class Listener:
             on_frame=partial(self._on_frame, identity),
             on_end=partial(self._on_end, identity, address),
             on_held=partial(self._check_memory, identity),
+            max_waiting_bytes=self._max_waiting_bytes,
         )
         connection.begin()
 

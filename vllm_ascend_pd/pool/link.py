@@ -37,6 +37,8 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
     Lookup | Found | Save | DropAhead | DropSaves | Packed | Saved
 )
 
+_MAX_WAITING_BYTES = math.inf
+"""A save, or word of its end, that did not leave would keep its blocks pinned for ever."""
 _listening: WeakValueDictionary[str, PoolLink] = WeakValueDictionary()
 """The ends of this process, by path."""
 
@@ -62,7 +64,9 @@ class PoolLink(Reactor):
         listening = socket.socket(socket.AF_UNIX)
         listening.bind(path)
         listening.listen()
-        self._listener = Listener(self, listening, None, lambda _, frame: self._receive(frame))
+        self._listener = Listener(
+            self, listening, None, lambda _, frame: self._receive(frame), _MAX_WAITING_BYTES
+        )
         _listening[path] = self
 
     def connect(self, path: str) -> None:
@@ -74,7 +78,6 @@ class PoolLink(Reactor):
         stream = socket.socket(socket.AF_UNIX)
         stream.connect(path)
         stream.setblocking(False)
-        # A save that did not leave would keep its blocks pinned for ever.
         connection = Connection(
             self,
             stream,
@@ -82,7 +85,7 @@ class PoolLink(Reactor):
             self._receive,
             self._on_end,
             on_handshake=lambda: None,
-            max_waiting_bytes=math.inf,
+            max_waiting_bytes=_MAX_WAITING_BYTES,
         )
         connection.begin()
         self._connections.append(connection)
@@ -104,7 +107,7 @@ class PoolLink(Reactor):
     def _send(self, frame: bytes) -> None:
         for connection in self._connections:
             if not connection.send(frame):
-                logger.warning("a worker takes no more messages of the pool's link")
+                logger.warning("a message of the pool's link is too long: %d bytes", len(frame))
         if self._listener is not None:
             self._listener.send_all(frame)
 

@@ -69,6 +69,8 @@ class MooncakeTier(Tier):
     @classmethod
     def _open(cls, opening: Opening, ssd: SsdConfig | None, held: ExitStack) -> MooncakeTier:
         config = opening.config
+        if ssd is not None:
+            opening.warn_of_no_room("pool.ssd.size", ssd.size)
         prepare_store_env(ssd.size if ssd is not None else 0)
         master = None
         if config.master is None and opening.rank == 0:

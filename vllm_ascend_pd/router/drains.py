@@ -68,7 +68,8 @@ class Drains:
     def look(self, now: float) -> None:
         running = self.moves.running
         for one in to_move(running, now):
-            self.moves.start(one, None, REASON)
+            if self.moves.may_leave(one.instance):
+                self.moves.start(one, None, REASON)
         self._told &= running.keys()
         for one in running.keys() - self._told:
             obstacle = one.obstacle()

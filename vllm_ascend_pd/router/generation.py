@@ -139,8 +139,10 @@ class Generation:
 
     async def _find_token_ids(self, body: Body, routed: Routed, headers: LegHeaders) -> None:
         instance = self.selector.to_ask(body.model)
-        is_of_adapter = not isinstance(instance, Unavailable) and body.model in instance.adapters
-        routed.is_salted = "cache_salt" in body.fields or is_of_adapter
+        is_of_adapter = (
+            not isinstance(instance, Unavailable) and body.model in instance.adapter_names
+        )
+        routed.has_own_blocks = "cache_salt" in body.fields or is_of_adapter
         if body.decode_only is None and not isinstance(instance, Unavailable):
             routed.token_ids = await self.tokenizer.token_ids(body, instance, headers)
             if routed.token_ids is not None:

@@ -163,7 +163,7 @@ class Prober:
             return
         self.models[instance] = entries
         instance.models = tuple(model.id for model in models.data)
-        instance.adapters = frozenset(model.id for model in models.data if model.parent)
+        instance.adapter_names = frozenset(model.id for model in models.data if model.parent)
 
     async def _read_load(self, instance: Instance) -> None:
         if time.monotonic() - instance.load.read_at < self._probes.load_interval_s:

@@ -130,7 +130,7 @@ class Instance:
         self.breaker.on_change = lambda: self._changed.add(self)
         self.models = spec.models
         """As registered, or as ``/v1/models`` said."""
-        self.adapters: frozenset[str] = frozenset()
+        self.adapter_names: frozenset[str] = frozenset()
         """Which of them are adapters, as ``/v1/models`` said."""
         self.kv = spec.kv
         """Of a producer that can be asked in concurrent order."""

@@ -371,12 +371,21 @@ class Moves:
         stage.first_token_s = time.monotonic()
         return leg, replace(result, first=begun)
 
+    def may_leave(self, source: Instance) -> bool:
+        """Whether what runs there may go elsewhere. Where nobody is used for answers, it stays:
+        another engine that switches would send it on, too.
+        """
+        return not _keeps(source) or any(
+            one.is_available and not one.is_switching and are_partners(source, one)
+            for one in self.registry
+            if one.spec.role != "prefill"
+        )
+
     async def _find_room(self, move: Move) -> Instance | None:
         """At the target; ``None`` if it, or any, may get no request."""
         source = move.source.instance
         excluded = {one for one in self.registry if not are_partners(source, one)} | {source}
-        if move.target is None and source.is_available and source.is_switching:
-            # Where nobody is used for answers, they stay: such an engine would send them on, too.
+        if move.target is None and _keeps(source):
             excluded |= {one for one in self.registry if one.is_switching}
         routed = replace(
             move.source.job.routed, alone="moved", excluded=excluded, target=move.target
@@ -387,6 +396,11 @@ class Moves:
         move.held.enter_context(admitted)
         move.target = admitted.pair.decode
         return move.target
+
+
+def _keeps(source: Instance) -> bool:
+    """What it answers, from others that switch as it does."""
+    return source.is_available and source.is_switching
 
 
 def _has_moved(answer: Answer) -> bool:

@@ -158,7 +158,7 @@ class LeaseBook:
         self._leases: dict[str, Lease] = {}
         self._closed: list[Lease] = []
         # Blocks of those that are computed and no consumer has opened, the oldest first.
-        self._unopened: dict[str, int] = {}
+        self._unopened: dict[Lease, int] = {}
         self._num_unopened_blocks = 0
         # Transfer ids that were released before they came, and until when that is remembered.
         self._released_early: dict[str, float] = {}
@@ -202,7 +202,7 @@ class LeaseBook:
             lease.first_token_id = first_token_id
             self._renew(lease)
             if not lease.is_opened:
-                self._unopened[lease.transfer_id] = lease.num_blocks
+                self._unopened[lease] = lease.num_blocks
                 self._num_unopened_blocks += lease.num_blocks
             return True
 
@@ -221,11 +221,11 @@ class LeaseBook:
         with self._lock:
             num_blocks = self._num_unopened_blocks
             if num_blocks > max_blocks:
-                for transfer_id in list(self._unopened)[:-1]:
+                for lease in list(self._unopened)[:-1]:
                     if num_blocks <= max_blocks:
                         break
-                    num_blocks -= self._unopened[transfer_id]
-                    over.append(transfer_id)
+                    num_blocks -= self._unopened[lease]
+                    over.append(lease.transfer_id)
         return sum(self._end(transfer_id, ProducerEvent.DISPLACED) for transfer_id in over)
 
     def revoke_all(self) -> None:
@@ -362,7 +362,7 @@ class LeaseBook:
 
     def _not_unopened(self, lease: Lease) -> None:
         """Any more, if it was. Under the lock."""
-        self._num_unopened_blocks -= self._unopened.pop(lease.transfer_id, 0)
+        self._num_unopened_blocks -= self._unopened.pop(lease, 0)
 
     def _end(self, transfer_id: str, event: ProducerEvent) -> bool:
         with self._lock:

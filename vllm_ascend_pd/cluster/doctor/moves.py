@@ -46,18 +46,22 @@ class MoveThroughRouter:
     async def run(self) -> Sequence[Finding]:
         if not self._first:
             return [skipped(self.name, "there are no two engines of one model that answer")]
-        return [await self._examine(engine) for engine in self._first]
+        several = len(self._first) > 1
+        return [
+            await self._examine(engine, f"{engine.model}: " if several else "")
+            for engine in self._first
+        ]
 
-    async def _examine(self, engine: Engine) -> Finding:
+    async def _examine(self, engine: Engine, what: str) -> Finding:
         try:
             report, is_equal = await self._try(engine)
         except aiohttp.ClientResponseError as e:
             hint = "; name the file with its token with --token-file" if e.status == 403 else ""
-            return skipped(self.name, f"the router did not take the order: {e.status}{hint}")
+            return skipped(self.name, f"{what}the router did not take the order: {e.status}{hint}")
         except (*ERRORS, LookupError, TypeError) as e:
             reason = reason_of(e)
-            return fail(self.name, reason, "see the router's log")
-        return self.judge(report, is_equal)
+            return fail(self.name, f"{what}{reason}", "see the router's log")
+        return self.judge(what, report, is_equal)
 
     async def _try(self, engine: Engine) -> tuple[MoveReport, bool]:
         """What became of it, and whether its client has noticed nothing."""
@@ -76,15 +80,15 @@ class MoveThroughRouter:
         [told] = msgspec.convert(report, list[MoveReport])
         return told, text == whole
 
-    def judge(self, report: MoveReport, is_equal: bool) -> Finding:
+    def judge(self, what: str, report: MoveReport, is_equal: bool) -> Finding:
         """By what the router says of it."""
         values = msgspec.structs.asdict(report)
         if report.outcome == "not_needed":
-            return skipped(self.name, "the answer was complete before it could move")
+            return skipped(self.name, f"{what}the answer was complete before it could move")
         if report.outcome != "moved":
             fix = _FIXES.get(report.cause, "see the logs of the router and of both engines")
-            return fail(self.name, f"{report.outcome}: {report.cause}", fix, **values)
-        found = f"{report.source} to {report.target} in {report.seconds * 1e3:.0f} ms"
+            return fail(self.name, f"{what}{report.outcome}: {report.cause}", fix, **values)
+        found = f"{what}{report.source} to {report.target} in {report.seconds * 1e3:.0f} ms"
         if not is_equal:
             fix = "in float32 the answers must be equal: report it with all logs"
             return warn(self.name, f"{found}; the answer is not that of one engine", fix, **values)

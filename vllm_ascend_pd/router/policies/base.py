@@ -40,7 +40,7 @@ class Routed:
     num_prefill_hit_tokens: int = 0
     block_size: int | None = None
     """Of the chosen decode instance, if it is known."""
-    is_salted: bool = False
+    has_own_blocks: bool = False
     """Its prefix is cached for requests with the same salt, or adapter, only."""
     previous_response: str | None = None
     """The stored response that it goes on from, or is about."""

@@ -46,7 +46,7 @@ class PrefixAware(Policy):
     def choose(
         self, request: Routed, prefills: Sequence[Instance], decodes: Sequence[Instance]
     ) -> Pair:
-        if request.token_ids is None or request.is_salted:
+        if request.token_ids is None or request.has_own_blocks:
             return self._others.choose(request, prefills, decodes)
         hits = self.subscriber.holders.num_hit_tokens(request.token_ids)
         turn = self._others.next_turn()
@@ -55,7 +55,7 @@ class PrefixAware(Policy):
         return Pair(prefill, self._decode(request, decodes, hits, TRANSFER_COST, turn))
 
     def choose_decode(self, request: Routed, decodes: Sequence[Instance]) -> Instance:
-        if request.token_ids is None or request.is_salted:
+        if request.token_ids is None or request.has_own_blocks:
             return self._others.choose_decode(request, decodes)
         hits = self.subscriber.holders.num_hit_tokens(request.token_ids)
         return self._decode(request, decodes, hits, 1.0, self._others.next_turn())
