@@ -183,7 +183,9 @@ def test_what_is_cached_of_a_model_is_of_no_use_to_its_adapters() -> None:
             for engine in engines.values():
                 engine.models = ("tiny", "adapter")
                 engine.adapters = {"adapter": "tiny"}
-            await until(lambda: all(i.adapter_names for i in d.router.registry), "models read again")
+            await until(
+                lambda: all(i.adapter_names for i in d.router.registry), "models read again"
+            )
             await publish_prompt(d, "d1", publishers["d1"], 9)
             for _ in range(4):
                 assert (await d.post(model="adapter", prompt=TOKENS))[0] == 200
