@@ -38,6 +38,7 @@ logger = limited_logger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _FILE_IS_GOOD = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Of a read: this process, or the host, has too much open."""
+_LOCK = "lock"
 _NEW = ".pd-value-"
 _OF_TENANT = "~"
 _STUCK = "./"
@@ -55,21 +56,37 @@ def make_folder(path: str) -> Path:
     return Path(path)
 
 
-def lock_folder(folder: Path) -> int:
-    """For this process, until the descriptor that is returned is closed.
+def lock_folder(folder: Path, whole: bool = False) -> int:
+    """For this process, until the descriptor that is returned is closed. With ``whole`` nobody else
+    may use a folder in it, or one that it is in.
 
     Raises:
         ConfigError: another engine uses it, or nobody can.
     """
+    lock_fd = _lock(folder / _LOCK, fcntl.LOCK_EX, os.O_CREAT | os.O_RDWR)
+    if whole:
+        around = [parent / _LOCK for parent in folder.absolute().parents]
+        within = [path for path in folder.rglob(_LOCK) if path.parent != folder]
+        try:
+            for other in around + within:
+                if other.is_file() and os.access(other, os.R_OK):
+                    os.close(_lock(other, fcntl.LOCK_SH, os.O_RDONLY))
+        except ConfigError:
+            os.close(lock_fd)
+            raise
+    return lock_fd
+
+
+def _lock(path: Path, kind: int, flags: int) -> int:
     try:
-        lock_fd = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        lock_fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
     except OSError as e:
-        raise ConfigError(f"pool.ssd.path {folder} cannot be used: {e}") from e
+        raise ConfigError(f"pool.ssd.path {path.parent} cannot be used: {e}") from e
     try:
-        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock_fd, kind | fcntl.LOCK_NB)
     except OSError as e:
         os.close(lock_fd)
-        raise ConfigError(f"pool.ssd.path {folder} is used by another engine") from e
+        raise ConfigError(f"pool.ssd.path {path.parent} is used by another engine") from e
     return lock_fd
 
 

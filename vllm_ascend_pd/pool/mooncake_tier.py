@@ -62,8 +62,8 @@ class MooncakeTier(Tier):
         ssd = config.ssd if "fs" not in config.tiers else None
         with ExitStack() as held:
             if ssd is not None:
-                # A client takes all files there for its own, and deletes those of others.
-                held.callback(os.close, lock_folder(make_folder(ssd.path)))
+                # A client takes all files there for its own, also in folders, and deletes others'.
+                held.callback(os.close, lock_folder(make_folder(ssd.path), whole=True))
             return cls._open(opening, ssd, held)
 
     @classmethod

@@ -301,11 +301,8 @@ def test_folder_belongs_to_one_engine(files: FileTier, tmp_path: Path) -> None:
         FileTier(tmp_path, 8 * SIZE)
 
 
-def test_folder_for_mooncakes_files_belongs_to_one_engine(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its client would take the files of another one for its own, and delete them."""
-
+@pytest.fixture
+def no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     class Store:
         def setup(self, *_: Any, **__: Any) -> int:
             return 0
@@ -315,8 +312,38 @@ def test_folder_for_mooncakes_files_belongs_to_one_engine(
 
     monkeypatch.setattr(mooncake_store, "_load_store", lambda: Store)
     monkeypatch.setattr(mooncake_tier, "prepare_store_env", lambda _: None)
-    ssd = SsdConfig(str(tmp_path / "kv"), 1 << 30)
-    opening = Opening(PoolConfig(master="127.0.0.1:1", dram_size=0, ssd=ssd))
+
+
+def with_files(folder: Path) -> Opening:
+    ssd = SsdConfig(str(folder), 1 << 30)
+    return Opening(PoolConfig(master="127.0.0.1:1", dram_size=0, ssd=ssd))
+
+
+@pytest.mark.usefixtures("no_store")
+@pytest.mark.parametrize(("first", "second"), [("", "worker-0"), ("worker-1", "")])
+def test_folders_for_mooncakes_files_are_not_within_each_other(
+    tmp_path: Path, first: str, second: str
+) -> None:
+    """As those of engines with one worker and with two, and the same ``pool.ssd.path``."""
+    tier = MooncakeTier.open(with_files(tmp_path / first))
+    with pytest.raises(ConfigError, match="is used by another engine"):
+        MooncakeTier.open(with_files(tmp_path / second))
+    tier.close()
+    MooncakeTier.open(with_files(tmp_path / second)).close()
+
+
+@pytest.mark.usefixtures("no_store")
+def test_each_worker_has_a_folder_for_mooncakes_files(tmp_path: Path) -> None:
+    MooncakeTier.open(with_files(tmp_path)).close()  # it had one worker once
+    tiers = [MooncakeTier.open(with_files(tmp_path / f"worker-{rank}")) for rank in range(2)]
+    for tier in tiers:
+        tier.close()
+
+
+@pytest.mark.usefixtures("no_store")
+def test_folder_for_mooncakes_files_belongs_to_one_engine(tmp_path: Path) -> None:
+    """Its client would take the files of another one for its own, and delete them."""
+    opening = with_files(tmp_path / "kv")
     tier = MooncakeTier.open(opening)
     with pytest.raises(ConfigError, match="is used by another engine"):
         MooncakeTier.open(opening)
