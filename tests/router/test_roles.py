@@ -42,6 +42,11 @@ async def use(d: Deployment, index: int, role: Role) -> int:
         return int(response.status)
 
 
+async def use_all(d: Deployment, *roles: Role) -> None:
+    for index, role in enumerate(roles):
+        assert await use(d, index, role) == 204
+
+
 def prompts(d: Deployment, index: int) -> int:
     """Legs in which it computed a prompt for another engine."""
     return sum(bool(r.params.get("do_remote_decode")) for r in d.decodes[index].received)
@@ -72,8 +77,7 @@ def test_engines_do_what_the_operator_says() -> None:
 def test_what_an_engine_answers_moves_before_it_computes_prompts() -> None:
     async def test() -> None:
         async with of_both_kinds(3) as d:
-            for index, role in enumerate(("prefill", "decode", "decode")):
-                assert await use(d, index, role) == 204
+            await use_all(d, "prefill", "decode", "decode")
             clients = [Client(d, f"r{i}", max_tokens=100) for i in range(6)]
             for client in clients:
                 await client.has(2)
@@ -95,8 +99,7 @@ def test_answers_whose_prompts_others_still_compute_are_waited_for() -> None:
     async def test() -> None:
         timeouts = replace(STRICT.timeouts, prefill_s=20.0)
         async with of_both_kinds(3, replace(STRICT, timeouts=timeouts)) as d:
-            for index, role in enumerate(("prefill", "decode", "decode")):
-                assert await use(d, index, role) == 204
+            await use_all(d, "prefill", "decode", "decode")
             d.decodes[0].script("delay(1)")
             posting = asyncio.ensure_future(d.post())
             await until(lambda: d.decodes[0].num_in_progress == 1)
@@ -115,8 +118,7 @@ def test_answers_whose_prompts_others_still_compute_are_waited_for() -> None:
 def test_no_prompt_goes_to_an_engine_that_still_answers() -> None:
     async def test() -> None:
         async with of_both_kinds(3) as d:
-            for index, role in enumerate(("prefill", "decode", "decode")):
-                assert await use(d, index, role) == 204
+            await use_all(d, "prefill", "decode", "decode")
             clients = [Client(d, f"r{i}", logprobs=1) for i in range(2)]
             for client in clients:
                 await client.has(1)
@@ -176,8 +178,7 @@ def test_answers_stay_where_they_are_while_nobody_is_used_for_them() -> None:
 
     async def test() -> None:
         async with of_both_kinds(3) as d:
-            for index, role in enumerate(("prefill", "prefill", "decode")):
-                assert await use(d, index, role) == 204
+            await use_all(d, "prefill", "prefill", "decode")
             clients = [Client(d, f"r{i}", max_tokens=100) for i in range(2)]
             for client in clients:
                 await client.has(2)
@@ -198,8 +199,7 @@ def test_answers_of_an_engine_that_switches_move_to_whoever_may_have_them(has_le
 
     async def test() -> None:
         async with of_both_kinds(3) as d:
-            for index, role in enumerate(("prefill", "prefill", "decode")):
-                assert await use(d, index, role) == 204
+            await use_all(d, "prefill", "prefill", "decode")
             client = Client(d, max_tokens=1000)
             await client.has(2)
             await d.decodes[2].stop()

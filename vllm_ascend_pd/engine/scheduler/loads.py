@@ -90,16 +90,10 @@ class LoadRecord:
         blocks = [block for block in self.held if block.block_id not in result.failed]
         return ([self.filled[b.block_id] for b in blocks], blocks) if blocks else None
 
-    def may_spoil(self, block: KVCacheBlock) -> bool:
-        """Whether it fills this block, or one that this is computed on."""
-        block_id = block.block_id
-        # A tail that is full with what is computed is a block that others of the same pass share.
-        is_tail = any(tail.block is block for tail in self.tails)
-        return is_tail or block_id in self.filled or block_id in self.computed_on
-
-    def may_spoil_any(self, block_ids: Set[int]) -> bool:
-        """As ``may_spoil``, of many blocks, by what is fewer."""
+    def may_spoil(self, block_ids: Set[int]) -> bool:
+        """Whether it fills one of these blocks, or one that such a block is computed on."""
         return (
+            # A tail that is full with what is computed is a block that others of its pass share.
             any(tail.block.block_id in block_ids for tail in self.tails)
             or not self.filled.keys().isdisjoint(block_ids)
             or not self.computed_on.keys().isdisjoint(block_ids)
@@ -281,7 +275,7 @@ class Loads:
             return
         block_ids = {block.block_id for block in blocks}
         for record in records:
-            if request not in record.users and record.may_spoil_any(block_ids):
+            if request not in record.users and record.may_spoil(block_ids):
                 record.users[request] = set()
 
     def in_steps(self) -> list[LoadRecord]:
@@ -292,8 +286,9 @@ class Loads:
         """Whether a load in a step has yet to fill it, or what it is computed on: one that ``user``
         does not use itself.
         """
+        block_ids = {block.block_id}
         records = self.in_steps()
-        return any(record.may_spoil(block) for record in records if user not in record.users)
+        return any(record.may_spoil(block_ids) for record in records if user not in record.users)
 
     def is_under(self, request: Request) -> bool:
         """Whether ``request`` is computed on KV of a load whose end is not known yet."""
