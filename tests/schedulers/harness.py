@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -65,6 +65,8 @@ TURN_S = 0.0002
 LONG_TURN_S = 0.001
 """The same after ``MANY_TURNS`` of them: time itself is waited for."""
 MANY_TURNS = 60
+SLOWLY = 8
+"""A source that computes slowly makes one step in so many turns, so that messages come first."""
 PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 1), TicketKey())
 
 init_none_hash(sha256)
@@ -112,13 +114,16 @@ class SimulatedRequest:
     """
     _contents: list[int] = field(default_factory=list)
 
-    def content(self, position: int) -> int:
-        """Stands for the KV at ``position``, which depends on all tokens up to it."""
-        while len(self._contents) <= position:
+    def contents(self, num_tokens: int) -> list[int]:
+        """Stand for the KV of so many tokens, or more; each depends on all tokens up to it."""
+        while len(self._contents) < num_tokens:
             at = len(self._contents)
             token = self.prompt[at] if at < len(self.prompt) else right_token(at)
             self._contents.append(abs(hash((self._contents[-1] if at else 0, token))))
-        return self._contents[position]
+        return self._contents
+
+    def content(self, position: int) -> int:
+        return self.contents(position + 1)[position]
 
 
 class SimulatedWorker:
@@ -130,7 +135,8 @@ class SimulatedWorker:
         self.num_drafts = num_drafts
         self.num_accepted = 0
         self._draw = Random(num_drafts)
-        self.slots: dict[tuple[int, int], int] = {}
+        self.blocks: defaultdict[int, list[int]] = defaultdict(lambda: [0] * BLOCK_SIZE)
+        """What is in their slots: contents of requests, or garbage, which is negative."""
         self.grants: dict[LeaseRef, Grant] = {}
         self.requests: dict[str, SimulatedRequest] = {}
         self.parked: dict[LoadId, LoadSpec] = {}
@@ -192,8 +198,10 @@ class SimulatedWorker:
     def spoil(self, load: LoadSpec) -> None:
         """A peer that was given up writes into the blocks of a load."""
         for block_id in load.block_ids:
-            for offset in range(BLOCK_SIZE):
-                self.slots[block_id, offset] = -next(self._garbage)
+            self.blocks[block_id] = self._spoilt()
+
+    def _spoilt(self) -> list[int]:
+        return [-next(self._garbage) for _ in range(BLOCK_SIZE)]
 
     def _source_of(self, load: LoadSpec) -> SimulatedWorker | None:
         return next((peer for peer in self.peers if _lease_of(load) in peer.grants), None)
@@ -218,17 +226,16 @@ class SimulatedWorker:
             cause = Cause.EVICTED.value if lacking else ""
         for blocks in load.blocks:
             for index, block_id in zip(blocks.indices, blocks.block_ids, strict=True):
-                for offset in range(BLOCK_SIZE):
-                    content = -next(self._garbage)
-                    if not cause and source is not None:
-                        content = source.slots.get((tables[blocks.group][index], offset), 0)
-                    self.slots[block_id, offset] = content
+                if cause or source is None:
+                    self.blocks[block_id] = self._spoilt()
+                else:
+                    self.blocks[block_id] = list(source.blocks[tables[blocks.group][index]])
         num_bytes = 0 if cause else 1024 * len(load.block_ids)
         return LoadResult(load.load_id, cause, num_bytes, 1.0, num_resting=num_resting)
 
     def _update_states(self, output: SchedulerOutput) -> None:
         for block_id in output.new_block_ids_to_zero or ():
-            self.slots.update({(block_id, offset): 0 for offset in range(BLOCK_SIZE)})
+            self.blocks.pop(block_id, None)
         for request_id in output.finished_req_ids:
             self.requests.pop(request_id, None)
         for new in output.scheduled_new_reqs:
@@ -268,8 +275,7 @@ class SimulatedWorker:
                 right = right and self._holds_state(request, start, group.id)
                 continue
             first = max(0, start - group.window + 1) if group.window else 0
-            read = range(first, start)
-            right = right and all(self.holds(request, p, group.id) for p in read)
+            right = right and self.holds(request, range(first, start), group.id)
             right = right and self._is_clear(request, start + num_tokens, group.id)
         accepted = [right_token(end + i) for i in range(num_drafts) if right]
         while accepted and accepted != request.drafts[: len(accepted)]:
@@ -281,7 +287,7 @@ class SimulatedWorker:
                 content = next(self._garbage)
             for group, table in zip(self.groups, request.tables, strict=True):
                 if not group.state:
-                    self.slots[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = content
+                    self.blocks[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = content
         for group in self.groups:
             if group.state:
                 self._write_states(request, right, end, num_drafts, len(accepted), group.id)
@@ -312,7 +318,7 @@ class SimulatedWorker:
     def _state(self, request: SimulatedRequest, column: int, group: int) -> int | None:
         block_id = request.tables[group][column]
         assert block_id, "the state was given up"
-        found = {self.slots.get((block_id, offset)) for offset in range(BLOCK_SIZE)}
+        found = set(self.blocks[block_id])
         return found.pop() if len(found) == 1 else None
 
     def _write_states(
@@ -338,7 +344,7 @@ class SimulatedWorker:
                 content = next(self._garbage)
             block_id = request.tables[group][at]
             assert block_id, "the state was given up"
-            self.slots.update({(block_id, offset): content for offset in range(BLOCK_SIZE)})
+            self.blocks[block_id] = [content] * BLOCK_SIZE
 
     def _next_state(self, end: int, num_drafts: int, num_accepted: int) -> tuple[int, int]:
         column = (end + num_drafts - 1) // BLOCK_SIZE
@@ -349,12 +355,21 @@ class SimulatedWorker:
     def _is_clear(self, request: SimulatedRequest, end: int, group: int) -> bool:
         """Whether the last block holds numbers behind the last token: attention meets them."""
         block_id = request.tables[group][(end - 1) // BLOCK_SIZE]
-        behind = range(end % BLOCK_SIZE or BLOCK_SIZE, BLOCK_SIZE)
-        return all(self.slots.get((block_id, offset), 0) >= 0 for offset in behind)
+        behind = self.blocks[block_id][end % BLOCK_SIZE or BLOCK_SIZE :]
+        return all(content >= 0 for content in behind)
 
-    def holds(self, request: SimulatedRequest, position: int, group: int = 0) -> bool:
-        slot = request.tables[group][position // BLOCK_SIZE], position % BLOCK_SIZE
-        return self.slots.get(slot) == request.content(position)
+    def holds(self, request: SimulatedRequest, positions: range, group: int = 0) -> bool:
+        """Whether the KV at all of them is that of the request's tokens."""
+        contents = request.contents(positions.stop)
+        at = positions.start
+        while at < positions.stop:
+            first = at - at % BLOCK_SIZE
+            end = min(first + BLOCK_SIZE, positions.stop)
+            block = self.blocks[request.tables[group][first // BLOCK_SIZE]]
+            if block[at - first : end - first] != contents[at:end]:
+                return False
+            at = end
+        return True
 
 
 def _lease_of(load: LoadSpec) -> LeaseRef:
@@ -538,7 +553,7 @@ class Engine:
         self.finish_step()
         for tables in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
             assert not tables.req_to_blocks, "blocks are kept of requests that have ended"
-        assert min(self.worker.slots.values(), default=0) >= 0
+        assert min(map(min, self.worker.blocks.values()), default=0) >= 0
         contents = {}
         for request in self.requests.values():
             simulated = SimulatedRequest(list(request.prompt_token_ids or ()), [])
@@ -548,7 +563,7 @@ class Engine:
                 contents[block_hash] = {False: held, True: held[-1:] * BLOCK_SIZE}
         for block in self.pool.blocks:
             if block.block_hash is not None:
-                held = [self.worker.slots.get((block.block_id, i)) for i in range(BLOCK_SIZE)]
+                held = self.worker.blocks[block.block_id]
                 keeps_state = bool(self.worker.groups[get_group_id(block.block_hash)].state)
                 expected = contents[get_block_hash(block.block_hash)][keeps_state]
                 assert held == expected, f"block {block.block_id} is cached with KV of other tokens"

@@ -34,6 +34,8 @@ from vllm.v1.serial_utils import MsgpackDecoder
 from tests.schedulers.harness import (
     NUM_BLOCKS,
     POLL_LIMIT_S,
+    SLOWLY,
+    TURN_S,
     Engine,
     Engines,
     hasher,
@@ -112,7 +114,8 @@ class Pair:
         self._num_turns += 1
         has_news = self.source.scheduler.pd.has_pending_work()
         self.note()  # by the next turn it may have been refused
-        if has_news or not self._num_turns % 30:
+        is_idle = not has_news and self._num_turns % SLOWLY != 0
+        if not is_idle:
             away = [n for n, r in self.source.requests.items() if self.forwards.holds(r)]
             step = self.source.step()
             assert step.output.num_scheduled_tokens.keys().isdisjoint(away)
@@ -124,12 +127,15 @@ class Pair:
             self.target.scheduler.pd.has_pending_work()
             if self.target.scheduler.has_requests() or self.target.in_flight:
                 self.target.step()
+                is_idle = False
             for load_id, load in list(self.target.worker.parked.items()):
                 grant = self.target.worker.grant_of(load)
                 if grant is None and not self.source.scheduler.requests:
                     self.target.worker.end_parked(load_id, "lease_expired")
                 elif grant is not None and grant.num_ready >= (load.num_awaited or 0):
                     self.target.worker.end_parked(load_id)
+        if is_idle:
+            time.sleep(TURN_S)
 
     def note(self) -> None:
         for forward in self.forwards.forwards.values():

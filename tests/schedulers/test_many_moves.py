@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from tests.schedulers.harness import BLOCK_SIZE, POLL_LIMIT_S, Engine, Engines, prompt_of
+from tests.schedulers.harness import BLOCK_SIZE, POLL_LIMIT_S, SLOWLY, Engine, Engines, prompt_of
 from tests.schedulers.test_move_faults import coming, shape  # noqa: F401
 
 NUM_REQUESTS = 6
@@ -38,7 +38,7 @@ def hand_over(turn: int, sources: list[Engine], targets: list[Engine]) -> None:
         assert time.monotonic() < deadline, [one.counts() for one in (*sources, *targets)]
         num_turns += 1
         for source in sources:
-            if source.scheduler.pd.has_pending_work() or num_turns % 30 == 0:
+            if source.scheduler.pd.has_pending_work() or num_turns % SLOWLY == 0:
                 source.step()
         for target in targets:
             target.scheduler.pd.has_pending_work()  # as an engine's loop asks

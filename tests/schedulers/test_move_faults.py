@@ -19,8 +19,10 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from tests.schedulers.harness import (
     BLOCK_SIZE,
     POLL_LIMIT_S,
+    SLOWLY,
     SPEC,
     STATE,
+    TURN_S,
     WINDOW,
     Engine,
     Engines,
@@ -136,14 +138,16 @@ class Move:
         that the move comes first.
         """
         self._num_turns += 1
+        is_idle = True
         for engine in self.source, self.target:
             has_news = engine.scheduler.pd.has_pending_work()
-            is_slow = not has_news and self._num_turns % 30
+            is_slow = not has_news and self._num_turns % SLOWLY
             if engine is self.source and (is_slow or self.answers_only()):
                 continue
             if not (engine.scheduler.has_requests() or engine.in_flight):
                 continue
             step = engine.step()
+            is_idle = False
             if engine is self.source:
                 self.grants += step.meta.grants if step.output.pd_metadata is not None else ()
                 assert not (self.is_here and "r" in step.output.num_scheduled_tokens)
@@ -153,6 +157,8 @@ class Move:
                 self.is_here |= "t" in step.output.num_scheduled_tokens
             if self.loads_end:
                 self.end_loads(engine)
+        if is_idle:
+            time.sleep(TURN_S)
 
     def _keep_in_flight(self) -> None:
         if self.num_in_flight is None or not self.source.scheduler.running:

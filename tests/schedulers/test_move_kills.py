@@ -23,6 +23,8 @@ from tests.schedulers.harness import (
     LONG_TURN_S,
     MANY_TURNS,
     POLL_LIMIT_S,
+    SLOWLY,
+    TURN_S,
     Engine,
     Engines,
     prompt_of,
@@ -110,7 +112,7 @@ class Crowd:
             if engine is self.stopped:
                 continue
             has_news = engine.scheduler.pd.has_pending_work()
-            if engine is self.source and not has_news and self._num_turns % 30:
+            if engine is self.source and not has_news and self._num_turns % SLOWLY:
                 continue
             if engine.scheduler.has_requests() or engine.in_flight:
                 computed = engine.step().output.num_scheduled_tokens
@@ -123,8 +125,8 @@ class Crowd:
                 self.target.worker.end_parked(load_id, Cause.LEASE_EXPIRED.value)
             elif grant.num_ready >= (load.num_awaited or 0):
                 self.target.worker.end_parked(load_id)
-        if self._num_idle_turns > MANY_TURNS:
-            time.sleep(LONG_TURN_S)
+        if self._num_idle_turns:
+            time.sleep(LONG_TURN_S if self._num_idle_turns > MANY_TURNS else TURN_S)
 
     def run(self, line: Line, what: str, stop_s: float) -> None:
         """Until all have ended; this happens once the message is on its way."""

@@ -110,7 +110,7 @@ def test_engine_that_sleeps_loads_nothing_from_its_pool(engines: Engines) -> Non
             engine.scheduler.pd.has_pending_work()
             assert not engine.step().loads
         suspension.end(None)
-        engine.worker.slots.clear()  # as sleep discards them
+        engine.worker.blocks.clear()  # as sleep discards them
         engine.scheduler.set_pause_state(PauseState.UNPAUSED)
         while engine.scheduler.has_requests():
             engine.step()

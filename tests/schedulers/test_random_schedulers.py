@@ -104,7 +104,7 @@ class SimulatedPool:
         self._worker.run = load  # type: ignore[method-assign]
 
     def _pages(self, block_id: int) -> list[int]:
-        return [self._worker.slots[block_id, offset] for offset in range(BLOCK_SIZE)]
+        return list(self._worker.blocks[block_id])
 
     def _handle(self, message: Any) -> None:
         if isinstance(message, Lookup):
@@ -132,7 +132,7 @@ class SimulatedPool:
         self._link.send(Packed(save.save_id))
         fails = self._draw.random() < 0.05
         for block_hash, content in zip(save.hashes, pages, strict=True):
-            assert min(content) >= 0, "what is stored has never been computed"
+            assert min(content) > 0, "what is stored has never been computed"
             if not fails:
                 self._values[save.group, block_hash] = content
                 self.num_stored += 1
@@ -147,7 +147,7 @@ class SimulatedPool:
                 if content is None or (cause and self._draw.random() < 0.5):
                     failed.append(block_id)
                     content = [-1] * BLOCK_SIZE
-                self._worker.slots.update({(block_id, i): c for i, c in enumerate(content)})
+                self._worker.blocks[block_id] = list(content)
                 self.num_loaded += 1
         cause = (cause or Cause.EVICTED.value) if failed else ""
         return LoadResult(load.load_id, cause, 100, 1.0, tuple(failed))

@@ -51,7 +51,7 @@ def expect_readable(producer: Engine) -> None:
     (block_ids,) = grant.block_ids
     assert len(block_ids) == producer.counts()["pinned_blocks"] == 2
     simulated = SimulatedRequest(prompt_of(32), [list(block_ids)])
-    assert all(producer.worker.holds(simulated, position) for position in range(32))
+    assert producer.worker.holds(simulated, range(32))
     producer.scheduler.reset_prefix_cache()
 
 
