@@ -9,6 +9,7 @@ is none, 4 otherwise. ``apply_patches.py check`` does this and what needs the pa
 
 import argparse
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -177,10 +178,11 @@ def _lint_size(patch: Patch) -> Iterator[str]:
 def lost_hooks(series: Series, applied: Contents) -> list[str]:
     """The `Hook:` names that the patched files do not define."""
     lost = []
+    outline = functools.cache(lambda path: Outline(applied[path].decode()))
     for patch in series.patches:
         for hook in _listed(trailers(patch).get("Hook", "")):
             path, _, name = hook.partition(":")
-            if path not in applied or not Outline(applied[path].decode()).resolves(name):
+            if path not in applied or not outline(path).resolves(name):
                 lost.append(f"{patch.name}: Hook: {hook}: no such name in the patched file")
     return lost
 

@@ -88,9 +88,11 @@ class Pages:
     def __init__(
         self, machine: Any, sizes: tuple[int, ...], seed: int, shape: tuple[int, int] = SHAPE
     ) -> None:
-        torch.manual_seed(seed)
+        draw = np.random.default_rng(seed)
         self.parts = [
-            torch.randint(0, 256, (*shape, size), dtype=torch.uint8).to(machine.where)
+            torch.from_numpy(draw.integers(0, 256, (*shape, size), dtype=np.uint8)).to(
+                machine.where
+            )
             for size in sizes
         ]
         layers, num = range(shape[0]), len(sizes)

@@ -71,6 +71,7 @@ class Source:
     def __init__(self, files: tuple[Files, ...]) -> None:
         self._files = files
         self._parsed: dict[str, dict[str, ast.stmt] | None] = {}
+        self._attributes: dict[ast.ClassDef, set[str]] = {}
 
     def has(self, wanted: str) -> bool:
         path, _, dotted = wanted.partition(":")
@@ -98,18 +99,24 @@ class Source:
             return self._class_has(f"{node.module.replace('.', '/')}.py", name, attribute)
         if not isinstance(node, ast.ClassDef):
             return False
-        assigned = {
-            target.attr
-            for target in ast.walk(node)
-            if isinstance(target, ast.Attribute)
-            and isinstance(target.ctx, ast.Store)
-            and isinstance(target.value, ast.Name)
-            and target.value.id == "self"
-        }
-        if attribute in assigned or attribute in dict(_bound(node.body)):
+        if node not in self._attributes:
+            self._attributes[node] = {*dict(_bound(node.body)), *_assigned(node)}
+        if attribute in self._attributes[node]:
             return True
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
         return any(self._class_has(path, base, attribute) for base in bases)
+
+
+def _assigned(node: ast.ClassDef) -> Iterator[str]:
+    """What its methods assign to ``self``."""
+    for target in ast.walk(node):
+        if (
+            isinstance(target, ast.Attribute)
+            and isinstance(target.ctx, ast.Store)
+            and isinstance(target.value, ast.Name)
+            and target.value.id == "self"
+        ):
+            yield target.attr
 
 
 def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:

@@ -7,6 +7,7 @@ A test here fails when a new vllm-ascend has moved the ground under a hook that 
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,7 @@ class Sources:
     def __init__(self, root: Path) -> None:
         self.root = root
         self._trees: dict[str, ast.Module] = {}
+        self._methods: dict[str, list[Method]] = {}
 
     def paths(self) -> Iterator[str]:
         for path in sorted(self.root.glob("vllm_ascend/**/*.py")):
@@ -59,7 +61,12 @@ class Sources:
             self._trees[path] = ast.parse((self.root / path).read_text())
         return self._trees[path]
 
-    def methods(self, path: str) -> Iterator[Method]:
+    def methods(self, path: str) -> list[Method]:
+        if path not in self._methods:
+            self._methods[path] = list(self._methods_of(path))
+        return self._methods[path]
+
+    def _methods_of(self, path: str) -> Iterator[Method]:
         for owner in ast.walk(self.tree(path)):
             if isinstance(owner, ast.ClassDef):
                 bases = tuple(ast.unparse(base) for base in owner.bases)
@@ -90,6 +97,7 @@ def sources(released: Path) -> Sources:
     return Sources(released)
 
 
+@functools.cache
 def calls(node: ast.AST) -> dict[str, list[ast.Call]]:
     found: dict[str, list[ast.Call]] = {}
     for call in ast.walk(node):

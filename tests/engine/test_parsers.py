@@ -22,6 +22,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 from vllm.parser import ParserManager
 from vllm.reasoning import ReasoningParserManager
 from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.v1.request import Request
 
 from vllm_ascend_pd.engine.vllm_api.grammars import is_behind_reasoning
@@ -133,7 +134,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Any:
     """Of which marks of calls are several tokens."""
-    return AutoTokenizer.from_pretrained(folder)
+    return get_cached_tokenizer(AutoTokenizer.from_pretrained(folder))
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +142,7 @@ def marking_tokenizer(folder: Path) -> Any:
     """Of which they are tokens of their own."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     tokenizer.add_tokens(MARKS, special_tokens=True)
-    return tokenizer
+    return get_cached_tokenizer(tokenizer)
 
 
 class Server:
