@@ -117,6 +117,12 @@ def fork_processes() -> None:
     _let_tests_slow_engines_down()
 
 
+def fork_engine() -> None:
+    fork_processes()
+    gc.freeze()
+    gc.enable()
+
+
 def _normalize_with_kernels() -> None:
     """vLLM has kernels for norms on a CPU, but puts each together of seven operations: of the
     forward of a tiny model a quarter of the time. All engines of tests do it alike.
@@ -218,11 +224,20 @@ def _share_gloo_threads() -> None:
     distributed_c10d.ProcessGroupGloo = OneThread
 
 
+_NO_COLLECTION = """\
+import gc, sys
+if any(arg.endswith("/vllm") or "multiprocessing.spawn" in arg for arg in sys.orig_argv):
+    gc.disable()
+"""
+"""In ``vllm`` and what spawns an engine, until plugins are loaded: that is behind most imports."""
+
+
 def forking_plugin(folder: Path) -> dict[str, str]:
-    """The environment of engines in which vLLM loads ``fork_processes``, a plugin in ``folder``."""
+    """The environment of engines in which vLLM loads ``fork_engine``, a plugin in ``folder``."""
     plugin = folder / "plugin/forking-1.dist-info"
     plugin.mkdir(parents=True)
-    entry = "[vllm.general_plugins]\nforking = tests.zygote:fork_processes\n"
+    entry = "[vllm.general_plugins]\nforking = tests.zygote:fork_engine\n"
     (plugin / "entry_points.txt").write_text(entry)
+    (plugin.parent / "sitecustomize.py").write_text(_NO_COLLECTION)
     path = os.pathsep.join([str(plugin.parent), str(Path(__file__).parents[1])])
     return {"PYTHONPATH": path, **ENVIRONMENT}
