@@ -21,7 +21,7 @@ def patch(context: typer.Context) -> None:
     import subprocess
     import sys
 
-    from vllm_ascend_pd.cluster.patching import patch_tool
+    from vllm_ascend_pd.patching import patch_tool
 
     done = subprocess.run([sys.executable, str(patch_tool()), *context.args], check=False)
     sys.exit(done.returncode)

@@ -22,7 +22,7 @@ import vllm_ascend_pd
 from vllm_ascend_pd.backends.rdma_cards import CARDS, VERBS, port_states, usable_ports
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, skipped, warn
 from vllm_ascend_pd.cluster.machine import can_listen, port_owner
-from vllm_ascend_pd.cluster.patching import patch_tool
+from vllm_ascend_pd.patching import patch_tool
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -24,6 +24,7 @@ from vllm_ascend_pd.engine.vllm_api.config import (
 from vllm_ascend_pd.engine.vllm_api.groups import has_caches_beside, kv_groups
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.span import has_states
+from vllm_ascend_pd.patching import refuse_other_patches
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
@@ -41,11 +42,12 @@ KINDS = (
 
 def check_config(config: VllmConfig) -> None:
     """Refuse what the configuration alone tells, before any process of the engine starts, and
-    choose how vLLM groups layers.
+    choose how vLLM groups layers. Refuse also patches that this package was not made for.
 
     vLLM gives each data parallel rank of a dense model a configuration of one rank, so an engine
     can no longer see what was asked for.
     """
+    refuse_other_patches()
     keep_contents(config)
     _refuse(
         (
