@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,9 +154,12 @@ class Reloads:
     def __init__(self, started_with: Path) -> None:
         self._source = ReloadSource(started_with)
         self._executor = Executor(model())
+        self.meanwhile: Callable[[], object] = lambda: None
+        """What happens while the workers reload."""
 
     def call(self, method: object, *args: Any, **kwargs: Any) -> str | None:
         self._source.note_call(method, args, kwargs)
+        self.meanwhile()
         return settled_generation(method, args, kwargs, self._executor, self._source)
 
     def __call__(self, *args: Any, **kwargs: Any) -> str | None:
@@ -200,6 +204,17 @@ def test_a_reload_without_a_path_reads_what_the_last_one_named(
     started, tuned = checkpoints("started", x=1), checkpoints("tuned", x=2)
     reload = Reloads(started)
     assert reload() != reload(weights_path=str(tuned))
+    assert reload() == Reloads(tuned)()
+
+
+def test_a_reload_is_not_called_after_files_that_are_written_meanwhile(
+    checkpoints: Callable[..., Path],
+) -> None:
+    started, tuned = checkpoints("started", x=1), checkpoints("tuned", x=2)
+    reload = Reloads(started)
+    reload.meanwhile = lambda: shutil.copy(tuned / "model.safetensors", started)
+    assert reload() == generation(model())
+    reload.meanwhile = lambda: None
     assert reload() == Reloads(tuned)()
 
 

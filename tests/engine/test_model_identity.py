@@ -19,6 +19,7 @@ from vllm.engine.arg_utils import EngineArgs
 from tests.checkpoints import copy_with_other_tensors
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.engine.model_identity import model_identity
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 LONG_ROPE = {
@@ -105,6 +106,48 @@ def test_every_layers_k_and_v_count(
 ) -> None:
     other = copy_with_other_tensors(tiny, tmp_path / "other", r"\.(k|v)_proj\.")
     assert differences(identity(), identity(other)) == {"weights"}
+
+
+@pytest.fixture
+def loading(tiny: Path, tmp_path: Path) -> Callable[[], VllmConfig]:
+    """The configuration of an engine that begins to load ``tmp_path / "model"``."""
+    model = shutil.copytree(tiny, tmp_path / "model")
+    transfer = KVTransferConfig(kv_connector="InEngine", kv_role="kv_both")
+    args = EngineArgs(
+        model=str(model), dtype="float32", max_model_len=256, kv_transfer_config=transfer
+    )
+    return lambda: pickle.loads(pickle.dumps(args.create_engine_config()))
+
+
+def test_weights_that_are_replaced_while_they_are_loaded_have_no_identity(
+    loading: Callable[[], VllmConfig], tiny: Path, tmp_path: Path
+) -> None:
+    other = copy_with_other_tensors(tiny, tmp_path / "other", r"layers\.2\.mlp\.up_proj")
+    config = loading()
+    model_identity(config)
+    shutil.copyfile(other / "model.safetensors", tmp_path / "model" / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.safetensors was replaced while this engine"):
+        model_identity(config)
+    model_identity(loading())
+
+
+def test_nor_have_those_that_have_other_names_then(
+    loading: Callable[[], VllmConfig], tmp_path: Path
+) -> None:
+    config, weights = loading(), tmp_path / "model" / "model.safetensors"
+    weights.rename(weights.with_stem("model-00001-of-00001"))
+    with pytest.raises(ConfigError, match=r"model\.safetensors was replaced while this engine"):
+        model_identity(config)
+
+
+def test_a_file_that_a_download_adds_is_one_of_them(
+    loading: Callable[[], VllmConfig], identity: Callable[..., dict[str, str]], tmp_path: Path
+) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.rename(tmp_path / "later")
+    config = loading()
+    (tmp_path / "later").rename(weights)
+    assert model_identity(config) == identity()
 
 
 def test_one_tensor_counts(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatch
 from importlib import import_module
 from pathlib import Path
@@ -16,11 +16,14 @@ from vllm_ascend_pd.config import PDConfig, WeightReading
 from vllm_ascend_pd.engine.digest import digest
 from vllm_ascend_pd.engine.vllm_api.config import (
     has_drafter,
+    keep_stamps,
     kept_content,
+    kept_stamps,
     media_options,
     uses_modelscope,
 )
 from vllm_ascend_pd.engine.weight_files import content_digest
+from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.config_types import LoadConfig, ModelConfig, VllmConfig
@@ -86,6 +89,34 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
     return {name: value for name, value in parts.items() if value}
 
 
+def note_weights(vllm_config: VllmConfig) -> None:
+    """Before they are read: which files of them there are. A drafter's decide no token."""
+    model = vllm_config.model_config
+    folder = model_folder(vllm_config.load_config, model)
+    files = weight_files(folder) if folder is not None else []
+    keep_stamps(model, {str(file): _stamp(file) for file in files})
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Changes with what is in it. Some file systems number files anew all the time."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _refuse_changed(files: Iterable[Path], model: ModelConfig) -> None:
+    """``ConfigError`` where files were written or removed meanwhile: nobody knows which were read.
+    A download may have added some.
+    """
+    stamps = kept_stamps(model)
+    changed = [name for name in stamps if not Path(name).is_file()]
+    changed += [str(file) for file in files if stamps.get(str(file)) not in (None, _stamp(file))]
+    if changed:
+        raise ConfigError(
+            f"{changed[0]} was replaced while this engine loaded its weights, so nobody knows what"
+            " it computes with; start it again once all files are in place"
+        )
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The files of a folder that hold tensors; or the one file that a model is."""
     if not folder.is_dir():
@@ -127,6 +158,7 @@ def _weights(vllm_config: VllmConfig, load: LoadConfig, model: ModelConfig) -> s
         return _dummy_weights(vllm_config, model)
     folder = model_folder(load, model)
     files = _read_files(folder, load) if folder is not None else []
+    _refuse_changed(files, model)
     if files:
         kv_transfer_config = vllm_config.kv_transfer_config
         full = (

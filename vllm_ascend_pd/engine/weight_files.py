@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -41,6 +42,7 @@ _NUM_THREADS = 16
 _SETTLED_S = 2.0
 """A file may be written twice within one tick of its clock; then it is read again next time."""
 _KEPT_S = 90 * 86400.0
+_IS_DIGEST = re.compile(rb"[0-9a-f]{32}").fullmatch
 
 
 def content_digest(files: Sequence[Path], full: bool = False) -> str:
@@ -64,7 +66,8 @@ def content_digest(files: Sequence[Path], full: bool = False) -> str:
 def _kept_digest(files: Sequence[Path], full: bool, entry: Path) -> str:
     with suppress(FileNotFoundError):
         os.utime(entry)
-        return entry.read_text()
+        if _IS_DIGEST(known := entry.read_bytes()):  # else its host has lost power meanwhile
+            return known.decode()
     digest = _read_digest(files, full)
     if time.time() - max(map(_changed_at, files), default=0.0) > _SETTLED_S:
         unfinished = entry.with_suffix(".new")

@@ -139,3 +139,15 @@ def test_without_a_cache_folder_they_are_read(tmp_path: Path, cache_folder: Path
     cache_folder.parent.mkdir(parents=True)
     cache_folder.write_text("a file")
     assert make(tmp_path / "a") == make(tmp_path / "b")
+
+
+@pytest.mark.parametrize("damaged", [b"", b"4bd0", b"\xff" * 32], ids=["empty", "cut", "garbage"])
+def test_what_is_kept_of_files_and_damaged_is_read_anew(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, damaged: bytes
+) -> None:
+    monkeypatch.setattr(weight_files, "_SETTLED_S", -1.0)
+    digest = make(tmp_path / "a")
+    (kept,) = (file for file in cache_folder.iterdir() if not file.suffix)
+    kept.write_bytes(damaged)
+    assert content_digest([tmp_path / "a" / "model.safetensors"]) == digest
+    assert kept.read_text() == digest

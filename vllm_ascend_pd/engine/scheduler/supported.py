@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.engine.model_identity import note_weights
 from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
     compresses_kv,
@@ -49,6 +50,7 @@ def check_config(config: VllmConfig) -> None:
     """
     refuse_other_patches()
     keep_contents(config)
+    note_weights(config)
     _refuse(
         (
             config.cache_config.kv_offloading_size is not None,

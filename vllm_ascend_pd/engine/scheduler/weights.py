@@ -20,7 +20,7 @@ import torch  # noqa: TID251 - tensors of the engine
 
 from vllm_ascend_pd.engine.model_identity import weight_files
 from vllm_ascend_pd.engine.vllm_api.process import loaded_models
-from vllm_ascend_pd.engine.weight_files import content_digest, tensor_names
+from vllm_ascend_pd.engine.weight_files import content_digest, stat_key, tensor_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -94,6 +94,8 @@ class ReloadSource:
         self._model = model
         self._read = model
         """What a call reads that names nothing; ``None`` where that cannot be told."""
+        self._stamp = ""
+        """Of the files of the last reload, before it."""
 
     def note_call(self, method: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Before each call of the workers: a path that one names stays the next ones' default."""
@@ -101,12 +103,13 @@ class ReloadSource:
             options = _reload_options(args, kwargs)
             if options.get("weights_iterator") is None and options.get("weights_path"):
                 self._read = Path(options["weights_path"])
+            self._stamp = stat_key(_files(self._read))
         elif method == "update_config" or not isinstance(method, str):
             self._read = None
 
     def files_of(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Path]:
         """What this call has read, if it holds every tensor that the engine was started with: those
-        that another one lacks stay as they were.
+        that another one lacks stay as they were. Nobody knows it of files that were written since.
         """
         options = _reload_options(args, kwargs)
         if options.get("weights_iterator") is not None:
@@ -114,6 +117,8 @@ class ReloadSource:
         if not options.get("is_checkpoint_format", True):
             return []
         files, all_files = _files(self._read), _files(self._model)
+        if stat_key(files) != self._stamp:
+            return []
         if files == all_files:
             return files
         names, all_names = tensor_names(files), tensor_names(all_files)

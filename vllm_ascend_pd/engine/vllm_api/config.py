@@ -17,8 +17,8 @@ DRAFTERS = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of speculative decoding that run a model with KV of its own behind the engine's."""
 
 
-_CONTENT = "pd_content"
-"""Of a ``ModelConfig``, which brings it along into other processes."""
+_CONTENT, _STAMPS = "pd_content", "pd_stamps"
+"""Of a ``ModelConfig``, which brings them along into other processes."""
 
 
 def has_drafter(config: VllmConfig) -> bool:
@@ -47,6 +47,18 @@ def kept_content(model: ModelConfig) -> dict[str, Any]:
     """What it says now if nothing was kept."""
     kept: dict[str, Any] = getattr(model, _CONTENT, None) or model.hf_config.to_dict()
     return kept
+
+
+def keep_stamps(model: ModelConfig, stamps: dict[str, tuple[int, ...]]) -> None:
+    """Of its files, as they were before the first process of the engine reads them."""
+    if not hasattr(model, _STAMPS):
+        setattr(model, _STAMPS, stamps)
+
+
+def kept_stamps(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """None if nothing was kept."""
+    stamps: dict[str, tuple[int, ...]] = getattr(model, _STAMPS, {})
+    return stamps
 
 
 def drafter_may_have_two_groups(config: VllmConfig) -> bool:
