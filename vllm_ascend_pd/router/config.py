@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field, fields
+import pickle
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from vllm_ascend_pd.errors import ConfigError
@@ -277,6 +278,30 @@ class RouterConfig:
         if label in self.prefill_labels:
             return "prefill"
         return "decode" if label in self.decode_labels else None
+
+
+def pack(config: RouterConfig) -> bytes:
+    """For a process of the same version of the package."""
+    return pickle.dumps((_options(), pickle.dumps(config)))
+
+
+def unpack(packed: bytes) -> RouterConfig:
+    """``ConfigError`` if a version with other options has packed it. Pickled values have no names,
+    so they would be those of other options."""
+    options, config = pickle.loads(packed)
+    if options != _options():
+        raise ConfigError(
+            "this router was started by another version of vllm-pd, which has been replaced since:"
+            " start it again"
+        )
+    unpacked: RouterConfig = pickle.loads(config)
+    return unpacked
+
+
+def _options() -> dict[str, tuple[str, ...]]:
+    """Of all parts of the settings, in order."""
+    parts = (kind for kind in globals().values() if isinstance(kind, type) and is_dataclass(kind))
+    return {part.__name__: tuple(option.name for option in fields(part)) for part in parts}
 
 
 def set_up_logging(config: RouterConfig) -> None:

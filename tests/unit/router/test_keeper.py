@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -15,12 +16,15 @@ from aiohttp import web
 from tests.router.harness import FAST, run
 from vllm_ascend_pd.processes.child import Child, ChildSpec, State
 from vllm_ascend_pd.registration import TTL_S
+from vllm_ascend_pd.router import config as config_module
+from vllm_ascend_pd.router.config import pack, unpack
 from vllm_ascend_pd.router.discovery import registered
 from vllm_ascend_pd.router.discovery.registered import SOURCE, Roster
 from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
 from vllm_ascend_pd.router.snapshot import Snapshot
 from vllm_ascend_pd.router.workers import keeper as keeper_module
 from vllm_ascend_pd.router.workers.keeper import Keeper
+from vllm_ascend_pd.router.workers.worker import CONFIG_FILE, WRONG_CONFIG, main
 
 COUNTED = Snapshot(counters={"requests": [((), 7.0)]})
 
@@ -144,3 +148,22 @@ def test_oldest_words_are_forgotten_where_engines_have_ever_new_names(
 
     run(test)
     assert list(told[-1]) == ["pod-1", "pod-3"]
+
+
+def test_a_worker_of_another_version_than_its_keeper_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that is started again once the package has been replaced."""
+
+    @dataclass(frozen=True, slots=True)
+    class OlderLimits:
+        body_bytes: int = 1
+
+    packed = pack(FAST)
+    assert unpack(packed) == FAST
+    (tmp_path / CONFIG_FILE).write_bytes(packed)
+    monkeypatch.setattr(config_module, "Limits", OlderLimits)
+    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path), "0"])
+    with pytest.raises(SystemExit, match=str(WRONG_CONFIG)):
+        main()
+    assert "started by another version of vllm-pd" in capsys.readouterr().err

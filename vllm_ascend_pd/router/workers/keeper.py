@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import pickle
 import signal
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from aiohttp import web
 
 from vllm_ascend_pd.processes.child import Child, ChildSpec, Patience, State
 from vllm_ascend_pd.processes.supervisor import Supervisor
+from vllm_ascend_pd.router.config import pack
 from vllm_ascend_pd.router.discovery.registered import Roster
 from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
 from vllm_ascend_pd.router.server import REFRESH_S, bind, url_of
@@ -87,7 +87,7 @@ class Keeper:
 
     def __init__(self, folder: Path, config: RouterConfig) -> None:
         self._folder = folder
-        self._config = pickle.dumps(config)
+        self._config = pack(config)
         self.workers = {
             str(index): RouterWorker(folder / str(index)) for index in range(config.num_workers)
         }

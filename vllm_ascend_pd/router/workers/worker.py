@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """One of several router processes. Clients reach it at the shared port, its keeper at a socket.
 
-The keeper starts it with the folder of their sockets, in which its configuration is, pickled.
+The keeper starts it with the folder of their sockets, in which its configuration is.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import signal
 import sys
 from pathlib import Path
@@ -21,7 +20,7 @@ from aiohttp import web
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.operating import MoveOrder, MoveReport, RequestStatus
 from vllm_ascend_pd.router.app import Router
-from vllm_ascend_pd.router.config import set_up_logging
+from vllm_ascend_pd.router.config import set_up_logging, unpack
 from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
 from vllm_ascend_pd.router.server import (
     BACKLOG,
@@ -158,9 +157,9 @@ class KeeperLink:
 def main() -> None:
     """A worker process, with the folder and its name as arguments."""
     folder, name = Path(sys.argv[1]), sys.argv[2]
-    config: RouterConfig = pickle.loads((folder / CONFIG_FILE).read_bytes())
-    set_up_logging(config)
     try:
+        config = unpack((folder / CONFIG_FILE).read_bytes())
+        set_up_logging(config)
         uvloop.run(_run(config, KeeperLink(folder, name)))
     except ConfigError as e:
         print(f"Error: {e}", file=sys.stderr)
