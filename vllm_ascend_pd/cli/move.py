@@ -125,7 +125,7 @@ def _line(report: MoveReport) -> str:
         "not_needed": _COMPLETE,
         "broken": f"{report.source} has failed; it goes on as a broken stream does",
     }
-    return f"{name}  {told[report.outcome]}"
+    return f"{name}  {told.get(report.outcome) or f'{report.outcome}: {report.cause}'}"
 
 
 def _table(running: list[RequestStatus]) -> str:

@@ -17,7 +17,7 @@ import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.cluster.restart import RollingRestart
     from vllm_ascend_pd.processes.child import Child
+
+
+T = TypeVar("T")
+_OTHERS = "where `vllm-pd up` is of another version than this command, start it again"
 
 
 class RestartOrder(msgspec.Struct, forbid_unknown_fields=True):
@@ -217,7 +221,7 @@ class UpSocket:
         await self._runner.cleanup()
 
     async def _on_restart(self, request: web.Request) -> web.StreamResponse:
-        order = msgspec.json.decode(await request.read(), type=RestartOrder)
+        order = await _read(request, RestartOrder)
         answer = web.StreamResponse()
         await answer.prepare(request)
         async for progress in self._carry_out(order):
@@ -226,10 +230,11 @@ class UpSocket:
         return answer
 
     async def _on_scale(self, request: web.Request) -> web.Response:
+        order = await _read(request, ScaleOrder)
         try:
             if self._scaling is None:
                 raise ConfigError("it was not started with --ray, so its engines are those it has")
-            self._scaling.change(msgspec.json.decode(await request.read(), type=ScaleOrder))
+            self._scaling.change(order)
         except ConfigError as e:
             raise web.HTTPBadRequest(text=str(e)) from e
         return web.json_response(self._scaling.url)
@@ -271,6 +276,13 @@ class UpSocket:
             yield RestartProgress(str(e), True)
 
 
+async def _read(request: web.Request, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(await request.read(), type=kind)
+    except msgspec.MsgspecError as e:
+        raise web.HTTPBadRequest(text=f"it does not know such an order: {e}; {_OTHERS}") from e
+
+
 async def ask_to_restart(path: Path, order: RestartOrder) -> AsyncIterator[RestartProgress]:
     """What a running ``vllm-pd up`` does about it; ``ConfigError`` if there is none."""
     async with _asking(path, "restart", order) as answer:
@@ -282,10 +294,7 @@ async def ask_to_scale(path: Path, order: ScaleOrder) -> str:
     """The URL at which a running ``vllm-pd up`` tells of it; ``ConfigError`` if it refuses, or
     there is none."""
     async with _asking(path, "scale", order) as answer:
-        body = await answer.read()
-        if answer.status != 200:
-            raise ConfigError(body.decode())
-        return msgspec.json.decode(body, type=str)
+        return msgspec.json.decode(await answer.read(), type=str)
 
 
 @contextlib.asynccontextmanager
@@ -297,6 +306,10 @@ async def _asking(
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
         try:
             async with session.post(f"http://up/{what}", data=msgspec.json.encode(order)) as answer:
+                if answer.status == 400:
+                    raise ConfigError(await answer.text())
+                if answer.status != 200:
+                    raise ConfigError(f"the one at {path} answers {answer.status}; {_OTHERS}")
                 yield answer
         except aiohttp.ClientConnectionError as e:
             raise ConfigError(

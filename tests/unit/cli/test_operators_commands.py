@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,7 +17,7 @@ from tests.router.harness import Deployment, deployed, until
 from tests.router.moving import SLOW, Client, name
 from vllm_ascend_pd.cli import main
 from vllm_ascend_pd.cluster.operator import RouterOperator
-from vllm_ascend_pd.operating import RequestStatus
+from vllm_ascend_pd.operating import MoveOrder, MoveReport, RequestStatus
 
 Typed = Callable[..., Awaitable[Result]]
 
@@ -98,6 +99,18 @@ def test_a_request_that_has_ended_keeps_no_other_from_moving(
         await client.rest()
 
     beside_a_router(test)
+
+
+def test_an_outcome_that_only_a_later_router_knows_is_told_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def postponed(operator: RouterOperator, request_id: str, order: MoveOrder) -> Any:
+        told = {"request_id": request_id, "source": "a", "target": "", "seconds": 0.0}
+        return [MoveReport(**told, outcome="postponed", cause="busy")]
+
+    monkeypatch.setattr(RouterOperator, "move", postponed)
+    result = run("move", "one")
+    assert (result.exit_code, result.output) == (1, "one  postponed: busy\n")
 
 
 @pytest.mark.parametrize(

@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import msgspec
 import pytest
+from aiohttp import web
 
 from vllm_ascend_pd.cluster.restart import RollingRestart
 from vllm_ascend_pd.cluster.up_socket import (
     RestartOrder,
     RestartProgress,
+    ScaleOrder,
     UpSocket,
     ask_to_restart,
+    ask_to_scale,
     token_path,
 )
 from vllm_ascend_pd.errors import ConfigError
@@ -74,5 +78,40 @@ def test_a_restart_where_no_engine_runs_says_so(tmp_path: Path) -> None:
         assert progress.failed
         assert "runs no engines" in progress.text
         await socket.close()
+
+    asyncio.run(test())
+
+
+class LaterRestart(msgspec.Struct):
+    """Of a version to come."""
+
+    names: tuple[str, ...] = ()
+    drain_s: float = 0.0
+    reason: str = ""
+
+
+class LaterScale(msgspec.Struct):
+    nodes: int = 2
+
+
+def test_a_command_of_another_version_hears_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "up"
+
+    async def ask(restart: Any, scale: Any) -> None:
+        with pytest.raises(ConfigError, match="is of another version than this command"):
+            [_ async for _ in ask_to_restart(path, restart)]
+        with pytest.raises(ConfigError, match="is of another version than this command"):
+            await ask_to_scale(path, scale)
+
+    async def test() -> None:
+        socket = made(path, "decode-0")
+        await socket.start()
+        await ask(LaterRestart(), LaterScale())
+        await socket.close()
+        runner = web.AppRunner(web.Application())  # an earlier one, which has none of these
+        await runner.setup()
+        await web.UnixSite(runner, str(path)).start()
+        await ask(RestartOrder((), 0.0), ScaleOrder())
+        await runner.cleanup()
 
     asyncio.run(test())

@@ -65,6 +65,11 @@ async def follow(url: str, *, until_settled: bool) -> AsyncIterator[str]:
                     status = msgspec.json.decode(await answer.read(), type=FleetStatus | None)
             except aiohttp.ClientError as e:
                 raise ConfigError(f"the driver of the engines is away ({e}): see ray.log") from e
+            except msgspec.MsgspecError as e:
+                raise ConfigError(
+                    f"the driver of the engines is of another version than this command ({e}):"
+                    " start `vllm-pd up` again"
+                ) from e
             except asyncio.TimeoutError as e:
                 raise ConfigError(
                     f"the driver of the engines does not answer within {ANSWER_S:g} s: see ray.log"

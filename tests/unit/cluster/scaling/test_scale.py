@@ -194,6 +194,21 @@ def test_a_driver_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(asyncio.wait_for(run(), 20))
 
 
+def test_a_driver_of_another_version_is_named() -> None:
+    async def engines(request: web.Request) -> web.Response:
+        return web.json_response({"engines": [], "step": 1})
+
+    async def run() -> None:
+        app = web.Application()
+        app.router.add_get("/engines", engines)
+        async with TestServer(app) as server:
+            async for _ in follow(str(server.make_url("")), until_settled=True):
+                pass
+
+    with pytest.raises(ConfigError, match="is of another version than this command"):
+        asyncio.run(run())
+
+
 def test_a_driver_that_is_away_is_named() -> None:
     async def run() -> None:
         async for _ in follow(URL, until_settled=True):
