@@ -576,3 +576,24 @@ def test_router_that_stops_ends_what_it_began() -> None:
                 await d.post()
 
     run(test)
+
+
+def test_where_an_engine_kept_kv_is_forgotten_once_its_process_is_gone() -> None:
+    """It may listen elsewhere when it is back, or be another one."""
+
+    async def test() -> None:
+        async with deployed(supports_concurrent=True) as d:
+            (producer,) = d.router.registry.prefills
+            for _ in range(2):
+                await d.post()
+            assert d.count("orders_total", order="concurrent") == 1
+            await d.prefills[0].stop()
+            await until(lambda: not producer.is_available, "down")
+            await d.prefills[0].start()
+            await until(lambda: producer.is_available, "up")
+            await d.post()
+            assert d.count("orders_total", order="concurrent") == 1
+            await d.post()
+            assert d.count("orders_total", order="concurrent") == 2
+
+    run(test)

@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from tests.router.harness import Deployment, deployed, run, until
+from vllm_ascend_pd.router import health
 from vllm_ascend_pd.router.models import MAX_PARTS
 
 PASSED = ("/v1/embeddings", "/v1/messages/count_tokens", "/v1/what/ever")
@@ -147,5 +148,27 @@ def test_model_that_nobody_serves_is_404_and_no_engines_fault() -> None:
                 assert status == 404
                 assert "`none` does not exist" in json.loads(body)["error"]["message"]
             assert all(i.is_available for i in d.router.registry)
+
+    run(test)
+
+
+def test_an_engine_that_has_started_again_may_serve_another_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(health, "MODELS_EVERY", 1_000_000)
+
+    async def test() -> None:
+        async with deployed(0, 2) as d:
+            again, _ = d.decodes
+            (instance,) = (one for one in d.router.registry if one.spec.url == again.url)
+            await again.stop()
+            await until(lambda: not instance.is_available, "down")
+            again.models = ("other",)
+            await again.start()
+            await until(lambda: instance.is_available, "up")
+            assert (await d.post(model="other"))[0] == 200
+            for _ in range(4):
+                assert (await d.post())[0] == 200
+            assert served(d) == [1, 4]
 
     run(test)

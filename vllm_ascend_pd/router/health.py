@@ -104,14 +104,16 @@ class Prober:
             try:
                 began = time.monotonic()
                 failure = await self._probe(instance)
+                if failure is None and (instance not in self.models or num_rounds == 0):
+                    await self._read_models(instance)  # before it gets requests
                 if not _tells_nothing(failure, began, instance):
                     num_failed = num_failed + 1 if failure else 0
                     self._judge(instance, failure, num_failed)
                 if failure is None:
-                    if instance not in self.models or num_rounds % MODELS_EVERY == 0:
-                        await self._read_models(instance)
                     await self._read_load(instance)
-                    num_rounds += 1
+                    num_rounds = (num_rounds + 1) % MODELS_EVERY
+                elif num_failed:
+                    num_rounds = 0  # it may come back as another engine
                 self._asked.add(instance)
             except Exception:
                 logger.exception("probing %s", instance.instance_id)

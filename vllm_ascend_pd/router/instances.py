@@ -111,6 +111,8 @@ class TokensMadeBy(msgspec.Struct, frozen=True):
 
 MIN_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 8.0
+PROCESS_ENDED = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.DOWN)
+"""What fails when its process ends."""
 MAX_UNEXPLAINED = 10
 """Requests in a row to which an engine answers 5xx, before it is its own doing in any case."""
 
@@ -236,6 +238,8 @@ class Instance:
         """A leg or a probe failed. Where the request may be to blame, who sent it says so when it
         knows (``blame``), but for an engine that answers nothing else."""
         self.num_failures += 1
+        if failure.kind in PROCESS_ENDED:
+            self.kv = self.spec.kv  # it may come back as another engine
         self.errors.append(RecentError(time.time(), f"{what}: {failure}"))
         may_differ = what == "stream" and failure.kind is FailureKind.DIFFERS
         if failure.kind is FailureKind.STATUS:

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 RESUMES = "x-resumes"
 """A stream's header: what is promised if its engine dies."""
-KV_ENDPOINT_LOST = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.DOWN)
 
 
 @dataclass(slots=True)
@@ -285,8 +284,6 @@ class Relay:
             self.lengths.learn(job.body.model, job.body.prompt, result.num_prompt_tokens)
         elif isinstance(result, LegFailed):
             job.failed(result)
-            if result.failure.kind in KV_ENDPOINT_LOST:
-                instance.kv = instance.spec.kv  # it may come back as another engine
         return result
 
     async def _decode(
