@@ -168,7 +168,7 @@ def up(
     if log_dir is None and not dry_run:
         logs = launch.new_log_dir(now)
         context.call_on_close(lambda: launch.remove_if_empty(logs))
-    topology, secrets = launch.with_secrets(topology, logs.absolute())
+    topology, secrets = launch.with_secrets(topology, logs.absolute(), keep=ray is None)
     if secrets and not dry_run:
         context.call_on_close(launch.lock_folder(logs).close)
     programs, choose_port = Programs() if dry_run else launch.find_programs(), FreePorts()
@@ -240,10 +240,14 @@ def _topology(context: typer.Context, config: Path | None, given: dict[str, Any]
 
 
 def _print_commands(topology: Topology, deployment: Deployment, secrets: Sequence[Path]) -> None:
+    from vllm_ascend_pd.cluster.launch import KEPT_SECRET
+
     for name, machine in topology.hosts.items():
         typer.echo(f"# host {name} ({machine.address})")
         for path in secrets:
             folder, file = shlex.quote(str(path.parent)), shlex.quote(str(path))
-            typer.echo(f"mkdir -p {folder} && (umask 077 && openssl rand -hex 32 > {file})")
+            make = f"mkdir -p {folder} && (umask 077 && openssl rand -hex 32 > {file})"
+            is_kept = path.name == KEPT_SECRET
+            typer.echo(f"[ -e {file} ] || {{ {make}; }}" if is_kept else make)
         for command in deployment.on(name):
             typer.echo(command.shell_line)

@@ -60,6 +60,8 @@ logger = logging.getLogger(__name__)
 
 _ROUTER_PATIENCE_S = 180.0
 _LOCK = ".lock"
+KEPT_SECRET = ".secret-of-pool"
+"""The name of a secret that a later ``up`` needs, too."""
 
 
 def find_programs() -> Programs:
@@ -122,19 +124,37 @@ def remove_if_empty(log_dir: Path) -> None:
         log_dir.parent.rmdir()
 
 
-def with_secrets(topology: Topology, folder: Path) -> tuple[Topology, list[Path]]:
+def with_secrets(
+    topology: Topology, folder: Path, keep: bool = True
+) -> tuple[Topology, list[Path]]:
     """The same with a secret of the engines and a token for the router, and which files are to be
     made for that: where all run on this machine, and the user names none.
+
+    A pool's files are found with the secret that they were written with. So where there are any, it
+    lies beside them, to ``keep``.
     """
     if len(topology.hosts) > 1:
         return topology, []
     extra, paths = dict(topology.extra_config), []
-    for section, option in (("security", "secret_file"), ("router", "token_file")):
+    pool_folder = _pool_folder(topology) if keep else None
+    secret = folder / ".secret" if pool_folder is None else pool_folder / KEPT_SECRET
+    for section, option, path in (
+        ("security", "secret_file", secret),
+        ("router", "token_file", folder / ".token"),
+    ):
         values = extra.get(section, {})
         if isinstance(values, dict) and option not in values:
-            paths.append(folder / f".{option.removesuffix('_file')}")
-            extra[section] = {**values, option: str(paths[-1])}
+            paths.append(path)
+            extra[section] = {**values, option: str(path)}
     return msgspec.structs.replace(topology, extra_config=extra), paths
+
+
+def _pool_folder(topology: Topology) -> Path | None:
+    """In which each engine has its own."""
+    pool = topology.extra_config.get("pool")
+    ssd = pool.get("ssd") if isinstance(pool, dict) else None
+    path = ssd.get("path") if isinstance(ssd, dict) else None
+    return Path(path) if isinstance(path, str) else None
 
 
 def lock_folder(log_dir: Path) -> IO[str]:
@@ -156,9 +176,13 @@ def lock_folder(log_dir: Path) -> IO[str]:
 
 
 def write_secrets(paths: Sequence[Path]) -> None:
-    """New ones, which only this user may read."""
+    """New ones, which only this user may read; but for one that is to be kept, and is there."""
     for path in paths:
-        write_private(path, secrets.token_hex(32))
+        try:
+            if path.name != KEPT_SECRET or not path.exists():
+                write_private(path, secrets.token_hex(32))
+        except OSError as e:
+            raise ConfigError(f"{path} cannot be written ({e})") from e
 
 
 def refuse_busy_ports(commands: Sequence[Command]) -> None:

@@ -8,11 +8,15 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.unit.cluster.test_commands import HOSTS, deployment
 from vllm_ascend_pd.cluster import topology
 from vllm_ascend_pd.cluster.commands import Deployment
 from vllm_ascend_pd.cluster.launch import with_secrets, write_secrets
-from vllm_ascend_pd.net.trust import Trust
+from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.net.trust import Secret, Trust
+from vllm_ascend_pd.pool.keys import KeySpace
 
 
 def parse(**values: Any) -> topology.Topology:
@@ -41,6 +45,31 @@ def test_engines_and_router_of_one_machine_share_what_is_made_at_each_start(tmp_
     router = again.commands[-1].argv
     assert router[router.index("--registration-token-file") + 1] == str(token)
     assert router[router.index("--secret-file") + 1] == str(secret)
+
+
+def test_a_pools_files_are_found_at_the_next_start_and_so_their_secret_is_kept(
+    tmp_path: Path,
+) -> None:
+    pool = {"tiers": ["dram", "fs"], "ssd": {"path": str(tmp_path / "kv"), "size": "1GiB"}}
+    keys, tokens = set(), set()
+    for start in ("first", "second"):
+        made, paths = with_secrets(parse(extra_config={"pool": pool}), tmp_path / start)
+        write_secrets(paths)
+        assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o600}
+        secret = Secret.load(made.extra_config["security"]["secret_file"])
+        keys.add(KeySpace.of("the same model", secret=secret.derive(b"pool")).prefix)
+        tokens.add(Path(made.extra_config["router"]["token_file"]).read_text())
+    assert (len(keys), len(tokens)) == (1, 2)
+    made, paths = with_secrets(parse(extra_config={"pool": pool}), tmp_path / "logs", keep=False)
+    assert [path.parent for path in paths] == [tmp_path / "logs"] * 2
+
+
+def test_a_secret_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("a file")
+    pool = {"ssd": {"path": str(tmp_path / "kv"), "size": "1GiB"}}
+    _, paths = with_secrets(parse(extra_config={"pool": pool}), tmp_path)
+    with pytest.raises(ConfigError, match=r"kv/\.secret-of-pool cannot be written"):
+        write_secrets(paths)
 
 
 def test_files_of_the_user_are_kept(tmp_path: Path) -> None:
