@@ -86,6 +86,26 @@ def test_engines_of_different_fingerprints_do_not_meet_and_the_prompt_is_compute
     run(test)
 
 
+def test_nor_do_those_that_tell_their_fingerprints_in_metrics_alone() -> None:
+    """One of them was started anew, with other weights or another version."""
+
+    async def test() -> None:
+        async with deployed(2, 1, replace(FAST, policy="least-loaded")) as d:
+            for engine, own in zip((*d.prefills, *d.decodes), "abb", strict=True):
+                engine.metrics = f'vllm:pd_engine_info{{engine="0",fingerprint="{own}"}} 1.0\n'
+            await until(lambda: all(one.fingerprint for one in d.router.registry), "told")
+            for _ in range(4):
+                assert (await d.post())[0] == 200
+            assert [len(one.received) for one in d.prefills] == [0, 4]
+            await d.prefills[1].stop()
+            await until(lambda: not d.router.registry.prefills[1].is_available, "down")
+            assert await degraded(d) == {"tiny": "no_partner"}
+            assert (await d.post())[0] == 200
+            assert not d.prefills[0].received
+
+    run(test)
+
+
 def test_nothing_at_all_is_503() -> None:
     async def test() -> None:
         async with deployed(0, 0) as d:

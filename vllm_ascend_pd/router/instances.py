@@ -188,6 +188,11 @@ class Instance:
         return self.server == other.server and (None in ranks or ranks[0] == ranks[1])
 
     @property
+    def told_fingerprint(self) -> str | None:
+        """What it is, as far as it told, in its registration or its metrics."""
+        return self.spec.fingerprint or self.fingerprint
+
+    @property
     def is_available(self) -> bool:
         """May get one more request."""
         return self.spec.state == "ready" and self.may_be_asked
@@ -232,7 +237,7 @@ class Instance:
             "adapter": spec.adapters.get(name) or told.adapters.get(name, ""),
             "grammars": spec.grammars or told.grammars,
         }
-        return made_by(spec.fingerprint or self.fingerprint or "", **parts)
+        return made_by(self.told_fingerprint or "", **parts)
 
     def failed(self, failure: Failure, what: str) -> None:
         """A leg or a probe failed. Where the request may be to blame, who sent it says so when it

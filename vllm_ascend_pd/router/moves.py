@@ -26,7 +26,7 @@ from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.handovers import Handover, live_source, until_left, until_new
 from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Stream
 from vllm_ascend_pd.router.move_states import ENDS, MOVE_TRANSITIONS, MoveEvent, MoveState
-from vllm_ascend_pd.router.policies.base import are_partners
+from vllm_ascend_pd.router.policies.base import may_serve
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -376,7 +376,7 @@ class Moves:
         another engine that switches would send it on, too.
         """
         return not _keeps(source) or any(
-            one.is_available and not one.is_switching and are_partners(source, one)
+            one.is_available and not one.is_switching and _may_take_over(source, one)
             for one in self.registry
             if one.spec.role != "prefill"
         )
@@ -384,7 +384,7 @@ class Moves:
     async def _find_room(self, move: Move) -> Instance | None:
         """At the target; ``None`` if it, or any, may get no request."""
         source = move.source.instance
-        excluded = {one for one in self.registry if not are_partners(source, one)} | {source}
+        excluded = {one for one in self.registry if not _may_take_over(source, one)} | {source}
         if move.target is None and _keeps(source):
             excluded |= {one for one in self.registry if one.is_switching}
         routed = replace(
@@ -396,6 +396,11 @@ class Moves:
         move.held.enter_context(admitted)
         move.target = admitted.pair.decode
         return move.target
+
+
+def _may_take_over(source: Instance, target: Instance) -> bool:
+    """As far as they said when they registered. Of others the target compares what counts."""
+    return may_serve(source.spec.fingerprint, target.spec.fingerprint)
 
 
 def _keeps(source: Instance) -> bool:

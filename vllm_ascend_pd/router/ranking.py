@@ -201,7 +201,7 @@ class Rankings:
         groups, known = self._groups[kind], self._of[kind].get(instance)
         group = None
         if self._admits(kind, instance):
-            group = Group(instance.spec.fingerprint, instance.models)
+            group = Group(instance.told_fingerprint, instance.models)
         if known is not None and known != group:
             groups[known].remove(instance)
             if not groups[known]:

@@ -118,7 +118,7 @@ class Rebalancing:
         for instance in self.registry.decodes:
             has_told = instance.load.read_at > self._moved_at[instance]
             if instance.is_available and instance.does("decode") and has_told:
-                group = Group(instance.spec.fingerprint, instance.models)
+                group = Group(instance.told_fingerprint, instance.models)
                 groups.setdefault(group, []).append(instance)
         for engines in groups.values():
             self._balance(engines, now)

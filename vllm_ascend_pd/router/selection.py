@@ -249,11 +249,11 @@ class Selector:
 
 def _with_partner(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> Sequence[Instance]:
     """Those whose KV one of ``decodes`` can read, as ``are_partners`` says of two."""
-    theirs = {decode.spec.fingerprint for decode in decodes}
+    theirs = {decode.told_fingerprint for decode in decodes}
     if None in theirs:
         return prefills
     return [
         prefill
         for prefill in prefills
-        if any(may_serve(prefill.spec.fingerprint, one) for one in theirs)
+        if any(may_serve(prefill.told_fingerprint, one) for one in theirs)
     ]

@@ -94,7 +94,7 @@ class WatchesInstances(Protocol):
 
 def are_partners(prefill: Instance, decode: Instance) -> bool:
     """``decode`` can read KV of ``prefill``, as far as they told."""
-    return may_serve(prefill.spec.fingerprint, decode.spec.fingerprint)
+    return may_serve(prefill.told_fingerprint, decode.told_fingerprint)
 
 
 def may_serve(producer: str | None, consumer: str | None) -> bool:
