@@ -243,6 +243,19 @@ def test_text_is_tokenized_by_an_engine_once() -> None:
     run(test)
 
 
+def test_text_is_tokenized_again_where_another_model_has_the_name() -> None:
+    async def test() -> None:
+        async with deployed(0, 1, replace(FAST, policy="prefix-aware")) as d:
+            (engine,), (instance,) = d.decodes, d.router.registry.decodes
+            for num_models, own in enumerate("aabb", 2):
+                spec = msgspec.structs.replace(instance.spec, fingerprint=f"weights={own}")
+                d.router.registry.put(spec)
+                assert (await d.post(prompt="Hello"))[0] == 200
+                assert engine.num_tokenized == num_models // 2
+
+    run(test)
+
+
 @pytest.mark.parametrize("number", [-1, 1 << 63, 1 << 64, 10**30])
 def test_number_that_is_no_token_is_for_an_engine_to_refuse(number: int) -> None:
     async def test() -> None:

@@ -62,7 +62,9 @@ class Tokenizer:
                 return None
         names = _CHAT if body.path == CHAT else _COMPLETION
         asked = msgspec.json.encode({n: body.fields[n] for n in names if n in body.fields})
-        key = hashlib.blake2b(asked, digest_size=16).digest()
+        # Another model may get the name of this one while the router runs.
+        model = (instance.told_fingerprint or "").encode(errors="replace")
+        key = hashlib.blake2b(model + b"\0" + asked, digest_size=16).digest()
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return known
