@@ -86,8 +86,9 @@ def _changed_at(file: Path) -> float:
 
 
 def stat_key(files: Sequence[Path], full: bool = False) -> str:
-    """Changes when one of them does."""
-    digest = hashlib.sha256(b"full" if full else b"samples")
+    """Changes when one of them does, or what is looked at of them."""
+    looked_at = "full" if full else (_PIECE, _PIECES_PER_TENSOR, _TENSOR_STRIDE, _FILE_STRIDE)
+    digest = hashlib.sha256(repr(looked_at).encode())
     for file in files:
         s = file.stat()
         times = f"{s.st_mtime_ns} {s.st_ctime_ns}"

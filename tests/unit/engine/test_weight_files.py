@@ -124,6 +124,15 @@ def test_files_that_have_settled_are_read_once(
     assert reads.count == 2
 
 
+def test_what_a_version_kept_that_looks_elsewhere_is_not_taken_for_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_files, "_SETTLED_S", -1.0)
+    digest = make(tmp_path / "a")
+    monkeypatch.setattr(weight_files, "_PIECES_PER_TENSOR", 6)
+    assert content_digest([tmp_path / "a" / "model.safetensors"]) != digest
+
+
 def test_files_that_were_just_written_are_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
