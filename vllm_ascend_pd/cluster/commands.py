@@ -374,7 +374,7 @@ def _pool(pool: dict[str, Any], engine: PlacedEngine, shared: _Shared) -> dict[s
     ssd = pool.get("ssd")
     if isinstance(ssd, dict) and isinstance(ssd.get("path"), str):
         # A folder belongs to one engine.
-        pool["ssd"] = {**ssd, "path": f"{ssd['path'].rstrip('/')}/{engine.name}"}
+        pool["ssd"] = {**ssd, "path": f"{ssd['path'].rstrip('/')}/{engine.folder or engine.name}"}
     return pool
 
 

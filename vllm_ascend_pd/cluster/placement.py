@@ -41,6 +41,8 @@ class PlacedEngine:
     """Of KV cache on a CPU host; ``None``: the user or vLLM decides."""
     pool_bytes: int | None = None
     """To contribute to the pool; ``None``: the engine decides."""
+    folder: str | None = None
+    """Of its pool, in that of all engines; ``None``: called like the engine."""
 
     @property
     def url(self) -> str:

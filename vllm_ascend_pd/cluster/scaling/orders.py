@@ -117,6 +117,8 @@ def order_engine(shared: Shared, name: str, node: Node, place: int) -> EngineOrd
         words=shared.words,
         env=dict(shared.topology.env),
         inner_port=node.inner_port,
+        # A later engine in this place has another name, and goes on with these files.
+        folder=f"{node.address.replace(':', '-')}-{place}",
     )
     if shared.device == "cpu":
         neighbours = [replace(engine, env=dict(engine.env)) for _ in range(node.num_places)]

@@ -99,6 +99,18 @@ def test_a_node_gets_the_secrets_as_files_for_its_engine_alone() -> None:
     assert not any(secret in " ".join(made.command.argv) for secret in secrets.values())
 
 
+def test_an_engine_uses_the_pools_files_of_the_one_whose_place_it_takes() -> None:
+    """Each has a name of its own; else each would leave its files to nobody."""
+    ssd = {"path": "/data/kv", "size": "1GiB"}
+    pool = {"tiers": ["dram", "fs"], "dram_size": "64MiB", "ssd": ssd}
+    topology = {"extra_config": {"pool": pool}}
+    paths = []
+    for name, place in (("engine-0", 0), ("engine-1", 1), ("engine-7", 0)):
+        made = transfer_config(order_engine(shared(topology), name, node(), place))
+        paths.append(made["kv_connector_extra_config"]["pool"]["ssd"]["path"])
+    assert paths == ["/data/kv/10.0.0.2-0", "/data/kv/10.0.0.2-1", "/data/kv/10.0.0.2-0"]
+
+
 def test_on_loopback_peers_are_those_of_loopback() -> None:
     made = order_engine(shared(), "engine-1", node("127.0.0.1"), place=0)
     assert transfer_config(made)["kv_connector_extra_config"].get("security", {}) == {}
