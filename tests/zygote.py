@@ -19,8 +19,11 @@ from typing import Any
 
 IMPORTS = (
     "vllm.entrypoints.launchers.cli_args",
+    "vllm.compilation.backends",  # drafters are compiled by it
+    "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.models.qwen3",
+    "vllm.plugins.lora_resolvers.filesystem_resolver",
     "vllm.tokenizers.hf",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.engine.core",
