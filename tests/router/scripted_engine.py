@@ -117,6 +117,7 @@ class ScriptedEngine:
     is_healthy: bool = True
     health_hangs: bool = False
     metrics: str = ""
+    num_metrics_read: int = 0
     port: int = 0
     """0 until the first start; kept after it."""
     copy_s: float = 0.0
@@ -203,6 +204,7 @@ class ScriptedEngine:
             entries = [{"id": m, "parent": parents.get(m), **more} for m in self.models]
             writer.write(json_answer(200, {"object": "list", "data": entries}))
         elif path == "/metrics":
+            self.num_metrics_read += 1
             writer.write(whole_answer(200, self.metrics.encode(), b"text/plain"))
         elif path == "/tokenize":
             self.num_tokenized += 1

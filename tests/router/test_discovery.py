@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import msgspec
 import pytest
 
 from tests.router.harness import FAST, STRICT, Deployment, deployed, needs_ipv6, run, until
@@ -376,6 +377,43 @@ def test_ranks_of_one_server_are_instances_and_requests_name_them(
                 assert sorted(sent) == ["0", "0", "1", "1"]
         await p.stop()
         await d.stop()
+
+    run(test)
+
+
+def test_metrics_of_a_server_are_read_once_for_all_of_its_ranks() -> None:
+    async def test() -> None:
+        config = replace(FAST, probes=replace(FAST.probes, interval_s=60.0))
+        async with deployed(0, 1, config) as d:
+            engine, num_ranks = ScriptedEngine("late"), 8
+            engine.metrics = "".join(
+                f'vllm:kv_cache_usage_perc{{engine="{rank}"}} 0.{rank + 1}\n'
+                f'vllm:kv_cache_usage_perc_of_another{{engine="{rank}"}} 7\n'
+                for rank in range(num_ranks)
+            )
+            await engine.start()
+            specs = [
+                InstanceSpec(
+                    instance_id=f"rank-{rank}",
+                    url=engine.url,
+                    role="decode",
+                    source="test",
+                    data_parallel_rank=rank,
+                )
+                for rank in range(num_ranks)
+            ]
+            d.router.registry.replace("test", specs)
+            of_ranks = [d.router.registry.get(spec.instance_id) for spec in specs]
+            await until(lambda: all(one.load.read_at > 0 for one in of_ranks))
+            usages = [round(10 * one.load.kv_usage) for one in of_ranks]
+            assert usages == [rank + 1 for rank in range(num_ranks)]
+            assert engine.num_metrics_read == 1
+            again = [msgspec.structs.replace(spec, epoch="two") for spec in specs]
+            d.router.registry.replace("test", again)
+            of_ranks = [d.router.registry.get(spec.instance_id) for spec in specs]
+            await until(lambda: all(one.load.read_at > 0 for one in of_ranks))
+            assert engine.num_metrics_read == 2
+            await engine.stop()
 
     run(test)
 

@@ -37,6 +37,7 @@ _LOADS = (
     b"prefix_cache_queries_total",
     b"prefix_cache_hits_total",
 )
+_TELLS = (b"pd_engine_info", b"pd_tokens_made_by")
 _TOLD = re.compile(rb'(?:^|,)(epoch|kv_endpoint|fingerprint|part|adapter|value)="([^"\\]*)"')
 
 
@@ -48,6 +49,17 @@ class _Model(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[_Model] = []
+
+
+class _Server:
+    """What several data parallel ranks have in common: its ``/metrics`` are those of all of them,
+    so each of them reading it would cost the square of their number."""
+
+    def __init__(self) -> None:
+        self.num_ranks = 0
+        self.asked_at = -math.inf
+        self.reading: asyncio.Future[bytes | None] | None = None
+        """The lines that are used here, or soon; ``None``: it does not tell them."""
 
 
 class Prober:
@@ -68,6 +80,8 @@ class Prober:
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
         self.models: dict[Instance, list[Any]] = {}
         """Entries of ``/v1/models``, as each engine gave them."""
+        self._servers: dict[str, _Server] = {}
+        """By URL."""
         self._asked: set[Instance] = set()
 
     def has_asked(self, instance: Instance) -> bool:
@@ -76,6 +90,9 @@ class Prober:
 
     def watch(self, instance: Instance) -> None:
         self._clients[instance] = self._connect(instance.spec)
+        server = self._servers.setdefault(instance.spec.url, _Server())
+        server.num_ranks += 1
+        server.reading = None  # it may be of the processes before
         self._tasks[instance] = asyncio.ensure_future(self._watch(instance))
 
     def forget(self, instance: Instance) -> None:
@@ -91,6 +108,10 @@ class Prober:
             task.cancel()
         if client := self._clients.pop(instance, None):
             client.close()
+            server = self._servers[instance.spec.url]
+            server.num_ranks -= 1
+            if not server.num_ranks:
+                del self._servers[instance.spec.url]
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -170,14 +191,30 @@ class Prober:
     async def _read_load(self, instance: Instance) -> None:
         if time.monotonic() - instance.load.read_at < self._probes.load_interval_s:
             return
-        result = await self._get(instance, b"/metrics")
-        if not isinstance(result, Failure) and result[0] == 200:
+        server = self._servers[instance.spec.url]
+        now = time.monotonic()
+        every_s = max(self._probes.interval_s, self._probes.load_interval_s)
+        if server.reading is None or now - server.asked_at > every_s / 2:
+            server.asked_at = now
+            server.reading = asyncio.ensure_future(self._read_metrics(instance))
+        reading, asked_at = server.reading, server.asked_at
+        text = await asyncio.shield(reading)
+        if text is None:
+            if server.reading is reading:
+                server.reading = None
+        else:
             rank = instance.spec.data_parallel_rank
-            instance.load = parse_load(result[1], rank)
-            infos = parse_infos(result[1], rank)
+            instance.load = parse_load(text, rank, asked_at)
+            infos = parse_infos(text, rank)
             instance.runs_at = place_of(infos)
             instance.fingerprint = fingerprint_of(infos)
-            instance.tokens_made_by = parse_makers(result[1], rank)
+            instance.tokens_made_by = parse_makers(text, rank)
+
+    async def _read_metrics(self, instance: Instance) -> bytes | None:
+        result = await self._get(instance, b"/metrics")
+        if isinstance(result, Failure) or result[0] != 200:
+            return None
+        return told_lines(result[1])
 
     async def _get(self, instance: Instance, target: bytes) -> tuple[int, bytes] | Failure:
         response = await self._clients[instance].request(
@@ -210,17 +247,30 @@ def _tells_nothing(failure: Failure | None, began: float, instance: Instance) ->
     return failure.kind is FailureKind.ROUTER or (is_late and instance.client.heard_at > began)
 
 
-def _series(text: bytes, name: bytes, rank: int | None) -> Iterator[tuple[bytes, float]]:
-    """Labels and values of vLLM's series of this name, of one rank or of all. Finds them several
-    times as fast as an expression does: a page has a thousand others.
+def _lines(text: bytes, name: bytes) -> Iterator[bytes]:
+    """Of vLLM's series of this name. Finds them several times as fast as an expression does: a page
+    has a thousand others.
     """
     start = b"\nvllm:" + name
-    wanted = b"" if rank is None else b'engine="%d"' % rank
     end = 0
     while (at := text.find(start, end)) >= 0:
         end = text.find(b"\n", at + len(start))
         end = len(text) if end < 0 else end
-        labels, _, value = text[at + len(start) : end].rpartition(b" ")
+        yield text[at + 1 : end]
+
+
+def told_lines(page: bytes) -> bytes:
+    """Of a page of ``/metrics``, what is read here."""
+    page = b"\n" + page
+    return b"\n".join(line for name in (*_LOADS, *_TELLS) for line in _lines(page, name))
+
+
+def _series(text: bytes, name: bytes, rank: int | None) -> Iterator[tuple[bytes, float]]:
+    """Labels and values of vLLM's series of this name, of one rank or of all."""
+    start = b"vllm:" + name
+    wanted = b"" if rank is None else b'engine="%d"' % rank
+    for line in _lines(text, name):
+        labels, _, value = line[len(start) :].rpartition(b" ")
         is_name = not labels or (labels.startswith(b"{") and labels.endswith(b"}"))
         if is_name and wanted in labels:
             with contextlib.suppress(ValueError):
@@ -228,7 +278,7 @@ def _series(text: bytes, name: bytes, rank: int | None) -> Iterator[tuple[bytes,
                     yield labels[1:-1], number
 
 
-def parse_load(text: bytes, rank: int | None = None) -> EngineLoad:
+def parse_load(text: bytes, rank: int | None = None, read_at: float = 0.0) -> EngineLoad:
     """Of vLLM's ``/metrics``; without ``rank``, several engines behind one server are added up."""
     text = b"\n" + text
     found = {name: [value for _, value in _series(text, name, rank)] for name in _LOADS}
@@ -240,7 +290,7 @@ def parse_load(text: bytes, rank: int | None = None) -> EngineLoad:
         kv_usage=sums[b"kv_cache_usage_perc"] / num_engines,
         prefix_queries=sums[b"prefix_cache_queries_total"],
         prefix_hits=sums[b"prefix_cache_hits_total"],
-        read_at=time.monotonic(),
+        read_at=read_at,
     )
 
 
