@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.metrics import Metrics
     from vllm_ascend_pd.router.policies.base import Pair, Routed
     from vllm_ascend_pd.router.selection import Selector
+    from vllm_ascend_pd.router.serving import Servers
 
 LOOK_EVERY_S = 0.25
 """While somebody waits: an engine may have come, or have come back."""
@@ -173,10 +174,16 @@ class Admission:
         return outcome
 
     def look(self) -> None:
-        """Admit those for whom there is room now."""
-        for line in sorted(self._lines.values(), key=lambda line: _first(line).since):
+        """Admit those for whom there is room now. Lines for models of the same engines find none
+        together."""
+        none_at: set[tuple[Servers, bool]] = set()
+        for key, line in sorted(self._lines.items(), key=lambda one: _first(one[1]).since):
+            model, is_alone = key
+            where = self._selector.registry.serving(model), is_alone
             full: set[_Wish] = set()
             for waiter in merge(*(_in_turn(*one, full) for one in line.items()), key=_turn):
+                if waiter.wish == _ANY and where in none_at:
+                    break
                 try:
                     placed = self._place(waiter.request, waiter.turn)
                 except Exception as e:  # noqa: BLE001 - the waiter's own, and raised where it waits
@@ -185,6 +192,7 @@ class Admission:
                 if not isinstance(placed, Full):
                     waiter.outcome.set_result(placed)
                 elif waiter.wish == _ANY:
+                    none_at.add(where)
                     break  # those behind it can use no other engines
                 else:
                     full.add(waiter.wish)

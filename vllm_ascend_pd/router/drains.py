@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from vllm_ascend_pd.router.metrics import Metrics
     from vllm_ascend_pd.router.moves import Answering, Moves
@@ -34,12 +34,11 @@ _FOR_NOW = ("moving", "no_token")
 """Obstacles that pass."""
 
 
-def to_move(running: Iterable[Answering], now: float) -> list[Answering]:
-    """Those that begin to move now, oldest first."""
-    leaving = [one for one in running if one.instance.is_leaving]
-    moving = Counter(one.instance for one in leaving if one.move is not None)
+def to_move(running: Sequence[Answering], now: float) -> list[Answering]:
+    """Of those whose engines they leave, the ones that begin to move now, oldest first."""
+    moving = Counter(one.instance for one in running if one.move is not None)
     chosen = []
-    for one in leaving:
+    for one in running:
         is_due = one.failed_at is None or now >= one.failed_at + RETRY_S * 2**one.num_failed
         if is_due and one.obstacle() is None and moving[one.instance] < AT_ONCE:
             moving[one.instance] += 1
@@ -67,13 +66,18 @@ class Drains:
 
     def look(self, now: float) -> None:
         running = self.moves.running
-        for one in to_move(running, now):
+        self._told &= running.keys()
+        engines = {one.instance for one in running}
+        leaving = {engine for engine in engines if engine.is_leaving}
+        if not leaving:
+            return
+        there = [one for one in running if one.instance in leaving]
+        for one in to_move(there, now):
             if self.moves.may_leave(one.instance):
                 self.moves.start(one, None, REASON)
-        self._told &= running.keys()
-        for one in running.keys() - self._told:
+        for one in there:
             obstacle = one.obstacle()
-            if not one.instance.is_leaving or obstacle in (None, *_FOR_NOW):
+            if one in self._told or obstacle in (None, *_FOR_NOW):
                 continue
             self._told.add(one)
             self.metrics.add("not_moved", REASON, str(obstacle))

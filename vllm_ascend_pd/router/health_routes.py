@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from vllm_ascend_pd.router.answers import error_response
+from vllm_ascend_pd.router.policies import Routed
 from vllm_ascend_pd.router.selection import Unavailable
 
 if TYPE_CHECKING:
@@ -38,12 +39,14 @@ class HealthRoutes:
         if self._is_draining():
             message = "this router is about to stop"
             return error_response(503, "draining", message, headers={"Retry-After": "1"})
-        found = list(self._selector.by_model().values())
-        missing = [one for one in found if isinstance(one, Unavailable)]
-        if len(missing) == len(found):
-            after = {"Retry-After": str(missing[0].retry_after_s)}
-            return error_response(503, "service_unavailable", missing[0].message, headers=after)
-        return web.json_response({"status": "degraded" if self._selector.degraded() else "ok"})
+        found = self._selector.by_model()
+        if all(why == "unavailable" for why in found.values()):
+            nobody = self._selector.candidates(Routed(model=next(iter(found))))
+            assert isinstance(nobody, Unavailable)
+            after = {"Retry-After": str(nobody.retry_after_s)}
+            return error_response(503, "service_unavailable", nobody.message, headers=after)
+        is_degraded = any(why is not None for why in found.values())
+        return web.json_response({"status": "degraded" if is_degraded else "ok"})
 
     async def _alive(self, request: web.Request) -> web.Response:
         """This answer is the proof."""

@@ -17,10 +17,11 @@ from vllm_ascend_pd.registration import EngineDescription, Role, is_loopback
 from vllm_ascend_pd.resume import made_by
 from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
 from vllm_ascend_pd.router.ranking import affinity_key
+from vllm_ascend_pd.router.serving import ServedModels, Servers
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from vllm_ascend_pd.resume import RunningAt
     from vllm_ascend_pd.router.http_client import EngineClient
@@ -280,11 +281,13 @@ class Registry:
     _told: dict[str, InstanceSpec] = field(default_factory=dict)
     """As discovery told it, before an operator's words."""
     _words: Words = field(default_factory=dict)
-    prefills: tuple[Instance, ...] = ()
-    """Those that can compute prompts for others, ready or not."""
-    decodes: tuple[Instance, ...] = ()
-    changed: set[Instance] = field(default_factory=set)
-    """New, gone, or in any way other than before. Who keeps them in order takes them out."""
+    _by_server: dict[tuple[str, int], dict[Instance, None]] = field(default_factory=dict)
+    _by_kind: dict[Kind, tuple[Instance, ...]] = field(default_factory=dict)
+    """As far as somebody has asked since the last change."""
+    _changed: set[Instance] = field(default_factory=set)
+    """New, gone, or in any way other than before."""
+    _followers: list[Callable[[Instance], None]] = field(default_factory=list)
+    _served: ServedModels = field(default_factory=ServedModels)
     _num_added: int = 0
 
     def __iter__(self) -> Iterator[Instance]:
@@ -293,12 +296,52 @@ class Registry:
     def get(self, instance_id: str) -> Instance | None:
         return self._instances.get(instance_id)
 
+    @property
+    def prefills(self) -> tuple[Instance, ...]:
+        """Those that can compute prompts for others, ready or not."""
+        return self._that_can("prefill")
+
+    @property
+    def decodes(self) -> tuple[Instance, ...]:
+        return self._that_can("decode")
+
+    def _that_can(self, kind: Kind) -> tuple[Instance, ...]:
+        if kind not in self._by_kind:
+            instances = self._instances.values()
+            self._by_kind[kind] = tuple(i for i in instances if i.spec.role in (kind, "both"))
+        return self._by_kind[kind]
+
+    @property
+    def models(self) -> Collection[str]:
+        """All that an engine told of."""
+        self.settle()
+        return self._served.names
+
+    def serving(self, model: str | None) -> Servers:
+        """Who may get requests for it: see ``ServedModels``."""
+        self.settle()
+        return self._served.of(model)
+
+    def follow(self, sort: Callable[[Instance], None]) -> None:
+        """Have ``sort`` called by ``settle`` for each instance that has changed."""
+        self._followers.append(sort)
+
+    def settle(self) -> None:
+        """What is kept in order of what instances are now is in order after this."""
+        while self._changed:
+            changed = self._changed.pop()
+            self._served.sort(changed, is_known=self.get(changed.instance_id) is changed)
+            for sort in self._followers:
+                sort(changed)
+
     def word(self, instance_id: str) -> Word:
         """What an operator says of it."""
         return self._words.get(instance_id, Word())
 
     def obey(self, words: Words) -> None:
         """These are all of an operator's words that hold now."""
+        if words == self._words:
+            return
         self._words = words
         for spec in tuple(self._told.values()):
             self.put(spec)
@@ -323,7 +366,8 @@ class Registry:
             self.remove(spec.instance_id, "its url, rank or epoch changed")
             self._told[spec.instance_id] = told
         instance = self.make(spec)
-        for other in self._instances.values():
+        beside = self._by_server.setdefault(instance.server, {})
+        for other in beside:
             if other.is_at(instance):
                 logger.warning(
                     "%s and %s are one engine at %s, and taken for two: neither its load nor what"
@@ -331,11 +375,12 @@ class Registry:
                     *(other.instance_id, spec.instance_id, spec.url),
                 )
         self._instances[spec.instance_id] = instance
+        beside[instance] = None
         self._num_added += 1
         instance.number = self._num_added
-        instance.watch(self.changed)
+        instance.watch(self._changed)
         instance.used_for = self.word(spec.instance_id).role
-        self._index()
+        self._by_kind.clear()
         logger.info("added %s %s at %s (%s)", spec.role, spec.instance_id, spec.url, spec.source)
         self.on_added(instance)
 
@@ -345,8 +390,12 @@ class Registry:
         instance = self._instances.pop(instance_id, None)
         if instance is not None:
             instance.is_gone = True
-            self._index()
-            self.changed.add(instance)
+            beside = self._by_server[instance.server]
+            del beside[instance]
+            if not beside:
+                del self._by_server[instance.server]
+            self._by_kind.clear()
+            self._changed.add(instance)
             logger.info("removed %s: %s", instance_id, why)
             self.on_removed(instance)
 
@@ -358,7 +407,9 @@ class Registry:
             if instance.spec.source == source and instance.instance_id not in kept:
                 self.remove(instance.instance_id, f"gone from {source}")
         for spec in specs:
-            self.put(spec)
+            is_there = spec.instance_id in self._instances
+            if not is_there or self._told.get(spec.instance_id) != spec:
+                self.put(spec)
 
     def _update(self, instance: Instance, spec: InstanceSpec) -> None:
         before, instance.spec = instance.spec, spec
@@ -367,11 +418,6 @@ class Registry:
         instance.models = spec.models or instance.models
         if before.kv != spec.kv:
             instance.kv = spec.kv
-        self._index()
+        self._by_kind.clear()
         if before.kv_events != spec.kv_events:
             self.on_events_moved(instance)
-
-    def _index(self) -> None:
-        instances = self._instances.values()
-        self.prefills = tuple(i for i in instances if i.spec.role in ("prefill", "both"))
-        self.decodes = tuple(i for i in instances if i.spec.role in ("decode", "both"))

@@ -78,7 +78,7 @@ class Leg:
         self.instance.num_decoding -= self._name == "decode"
         self.instance.num_active_tokens -= self._num_tokens
         if not self.instance.is_gone:  # else its series would be back
-            self._metrics.add("legs", self.instance.instance_id, self._name, self.outcome)
+            self._metrics.leg_ended(self.instance.instance_id, self._name, self.outcome)
 
     def failed(self, failure: Failure) -> LegFailed:
         self.outcome = failure.kind.value

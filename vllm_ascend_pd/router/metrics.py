@@ -83,6 +83,8 @@ class Metrics:
         self._degraded = degraded
         self._counts: dict[str, Counts] = {name: {} for name in COUNTERS}
         self._counts["requests"] = {(outcome,): 0 for outcome in OUTCOMES}
+        self._legs: dict[str, Counts] = {}
+        """By instance."""
         self.ttft = Histogram()
         self._recent_ttft = Recent(window_s)
         self.itl = Histogram()
@@ -116,6 +118,11 @@ class Metrics:
         counts = self._counts[name]
         counts[labels] = counts.get(labels, 0) + by
 
+    def leg_ended(self, instance_id: str, leg: str, outcome: str) -> None:
+        counts = self._legs.setdefault(instance_id, {})
+        labels = (instance_id, leg, outcome)
+        counts[labels] = counts.get(labels, 0) + 1
+
     def first_byte(self, seconds: float) -> None:
         """An answer has begun."""
         self.ttft.observe(seconds)
@@ -138,14 +145,14 @@ class Metrics:
 
     def forget(self, instance_id: str) -> None:
         """An instance is gone: its series would stay for ever."""
-        legs = self._counts["legs"]
-        for labels in [labels for labels in legs if labels[0] == instance_id]:
-            del legs[labels]
+        self._legs.pop(instance_id, None)
 
     def snapshot(self) -> Snapshot:
         """All of it now; the histograms are those that go on counting."""
+        counters = {name: list(counts.items()) for name, counts in self._counts.items()}
+        counters["legs"] = [one for counts in self._legs.values() for one in counts.items()]
         return Snapshot(
-            {name: list(counts.items()) for name, counts in self._counts.items()},
+            counters,
             {name: getattr(self, name) for name in HISTOGRAMS},
             self.num_requests,
             self.num_waiting,

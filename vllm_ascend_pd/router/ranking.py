@@ -179,16 +179,14 @@ class Rankings:
 
     def __init__(self, registry: Registry, admits: Callable[[Kind, Instance], bool]) -> None:
         self._admits = admits
-        self._changed = registry.changed
+        self._registry = registry
+        registry.follow(self._sort)
         self._groups: dict[Kind, dict[Group, Ranking]] = {"prefill": {}, "decode": {}}
         self._of: dict[Kind, dict[Instance, Group]] = {"prefill": {}, "decode": {}}
 
     def find(self, kind: Kind, model: str | None) -> tuple[Group, Ranking] | None:
         """Who may get a request for it, if all of them are alike."""
-        while self._changed:
-            changed = self._changed.pop()
-            self._sort("prefill", changed)
-            self._sort("decode", changed)
+        self._registry.settle()
         found = None
         for group, ranking in self._groups[kind].items():
             if model is None or not group.models or model in group.models:
@@ -197,7 +195,11 @@ class Rankings:
                 found = group, ranking
         return found
 
-    def _sort(self, kind: Kind, instance: Instance) -> None:
+    def _sort(self, instance: Instance) -> None:
+        self._sort_by("prefill", instance)
+        self._sort_by("decode", instance)
+
+    def _sort_by(self, kind: Kind, instance: Instance) -> None:
         groups, known = self._groups[kind], self._of[kind].get(instance)
         group = None
         if self._admits(kind, instance):

@@ -140,8 +140,9 @@ class Rebalancing:
         there = [one for one in self.moves.running if one.instance is source]
         movable = [one for one in there if _may_move(one, now)]
         per_token = fullness[pair.source] / (sum(one.num_tokens for one in there) or 1)
+        latest = max((self._seen[one].since for one in there), default=now)
         candidates = [
-            Candidate(one.num_tokens * per_token, one.importance, self._is_stalled(one, there))
+            Candidate(one.num_tokens * per_token, one.importance, self._is_stalled(one, latest))
             for one in movable
         ]
         needed = _num_waiting_tokens(there) * per_token - (1 - source.load.kv_usage)
@@ -150,10 +151,10 @@ class Rebalancing:
             reason = PREEMPTED if candidates[at].is_stalled else REASON
             self.moves.start(movable[at], target, reason)
 
-    def _is_stalled(self, one: Answering, there: Sequence[Answering]) -> bool:
+    def _is_stalled(self, one: Answering, latest: float) -> bool:
+        """``latest``: when a stream of its engine was last seen to give something."""
         if one.response is None:  # of a whole answer nothing is seen
             return False
-        latest = max(self._seen[other].since for other in there)
         return one.instance.load.num_waiting > 0 and self._seen[one].since + STALLED_S <= latest
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vllm_ascend_pd.router.instances import Instance, Kind, Registry
+    from vllm_ascend_pd.router.serving import Servers
 
 UNKNOWN_RETRY_AFTER_S = 5
 
@@ -160,64 +160,85 @@ class Selector:
 
     def known(self, model: str | None) -> str | None:
         """The model, if an engine told of it."""
-        instances = itertools.chain(self.registry.decodes, self.registry.prefills)  # not copied
-        return model if any(model in one.models for one in instances) else None
+        return model if model is not None and model in self.registry.models else None
 
     def _with_room(self, instances: Sequence[Instance]) -> Sequence[Instance]:
         return [i for i in instances if i.num_admitted < self.max_requests]
 
     def candidates(self, request: Routed) -> Candidates | Unavailable:
         """Changes nothing, not even whose turn it is."""
+        found = self._candidates(request)
+        return self._why_none(request) if found is None else found
+
+    def _candidates(self, request: Routed) -> Candidates | None:
         prefills = self._usable("prefill", request)
         decodes = self._usable("decode", request)
-        model, alone = request.model, request.alone
+        alone = request.alone
         if alone is None:
             matched = _with_partner(prefills, decodes)
             if matched:
                 return Candidates(matched, decodes)
             if self.require_prefill:
-                return self._no_pair(prefills, decodes, model)
+                return None
             alone = "no_partner" if prefills and decodes else "no_prefill"
         if decodes:
             return Candidates((), decodes, alone)
-        if self.require_prefill:
-            return self._unavailable("decode", self.registry.decodes, model)
-        if prefills:
+        if prefills and not self.require_prefill:
             return Candidates((), prefills, "no_decode")
-        return self._unavailable("prefill or decode", tuple(self.registry), model)
+        return None
 
-    def by_model(self) -> dict[str, Candidates | Unavailable]:
-        """What a request would find now, for each model that an engine told of; ``""`` if none
-        did."""
-        models = {model for instance in self.registry for model in instance.models}
-        return {
-            model or "": self.candidates(Routed(model=model)) for model in sorted(models) or (None,)
-        }
+    def _why_none(self, request: Routed) -> Unavailable:
+        model = request.model
+        if not self.require_prefill:
+            return self._unavailable("prefill or decode", tuple(self.registry), model)
+        if request.alone is not None:
+            return self._unavailable("decode", self.registry.decodes, model)
+        prefills, decodes = self._usable("prefill", request), self._usable("decode", request)
+        return self._no_pair(prefills, decodes, model)
+
+    def by_model(self) -> dict[str | None, str | None]:
+        """Of each model that an engine told of, or of ``None`` if none did: why no pair would get a
+        request for it now, ``unavailable`` if nobody would. Models of the same engines are looked
+        at once."""
+        why: dict[Servers, str | None] = {}
+        found: dict[str | None, str | None] = {}
+        for model in sorted(self.registry.models) or (None,):
+            servers = self.registry.serving(model)
+            if servers not in why:
+                candidates = self._candidates(Routed(model=model))
+                why[servers] = "unavailable" if candidates is None else candidates.alone
+            found[model] = why[servers]
+        return found
 
     def degraded(self) -> dict[str, str]:
-        """Models that no pair serves now, and why."""
-        found = self.by_model().items()
-        why = {m: "unavailable" if isinstance(f, Unavailable) else f.alone for m, f in found}
-        return {model: reason for model, reason in why.items() if reason is not None}
+        """Models that no pair serves now, and why; ``""`` stands for all if no engine told of
+        one."""
+        return {model or "": why for model, why in self.by_model().items() if why is not None}
 
     def _usable(self, kind: Kind, request: Routed) -> list[Instance]:
         """Those that are used for it; those that could be, if there is none."""
-        can: Sequence[Instance] = getattr(self.registry, kind + "s")
-        can = self._available(can, getattr(self.labels, kind), request)
-        return [one for one in can if one.does(kind)] or list(can)
+        can = self._available(self.serving(request.model), kind, request)
+        # A name that nobody serves is the engine's to refuse; one that somebody serves is his.
+        if not can and self.known(request.model) is None:
+            can = self._available(self.serving(None), kind, request)
+        return [one for one in can if one.does(kind)] or can
+
+    def serving(self, model: str | None) -> Sequence[Instance]:
+        """All that serve it, as far as they told."""
+        return self.registry.serving(model).instances
 
     def _available(
-        self, instances: Sequence[Instance], labels: frozenset[str], request: Routed
+        self, instances: Sequence[Instance], kind: Kind, request: Routed
     ) -> list[Instance]:
+        labels = getattr(self.labels, kind)
         if request.target is not None:
             instances = [i for i in instances if i is request.target]
-        usable = [i for i in instances if i.is_available and i not in request.excluded]
+        usable = [i for i in instances if i.spec.role in (kind, "both") and i.is_available]
+        if request.excluded:
+            usable = [i for i in usable if i not in request.excluded]
         if labels:
             usable = [i for i in usable if i.spec.labels.get("model") in labels]
-        serving = [i for i in usable if i.serves(request.model)]
-        # A name that nobody serves is the engine's to refuse; one that somebody serves is his.
-        known = serving or self.known(request.model) is not None
-        return serving if known else usable
+        return usable
 
     def _no_pair(
         self, prefills: Sequence[Instance], decodes: Sequence[Instance], model: str | None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,5 +40,6 @@ def owner(response_id: str, instances: Iterable[Instance]) -> Instance | None:
     return next((one for one in instances if _tag(one.instance_id) == match[1]), None)
 
 
+@lru_cache(maxsize=4096)
 def _tag(instance_id: str) -> str:
     return hashlib.blake2b(instance_id.encode(), digest_size=4).hexdigest()

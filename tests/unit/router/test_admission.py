@@ -40,7 +40,7 @@ class Line:
     tasks: list[asyncio.Task[Outcome]] = field(default_factory=list)
 
     async def wait(self, name: str, *, again: bool = False, **wanted: Any) -> None:
-        routed = Routed(100, 16, model="m", alone="test", **wanted)
+        routed = Routed(100, 16, **{"model": "m", "alone": "test", **wanted})
 
         async def admit() -> Outcome:
             outcome = await self.admission.admit(routed, again=again)
@@ -160,5 +160,28 @@ def test_who_waits_for_an_engine_that_is_not_known_yet_keeps_nobody_from_others(
         assert [name[0] for name in line.came] == ["b"]
         await line.end_one(first)
         assert line.came[-1] == "a e0"
+
+    run(test)
+
+
+def test_lines_for_models_of_the_same_engines_are_looked_at_as_one() -> None:
+    async def test(line: Line) -> None:
+        names = [f"adapter-{i}" for i in range(50)]
+        first, *others = line.engines
+        for one in others:
+            one.models = tuple(names)
+        first.models = ("alone", *names)
+        await line.wait("alone", model="alone")
+        for name in names:
+            await line.wait(name, model=name)
+        before = line.selector.num_asked
+        line.admission.look()
+        assert line.selector.num_asked == before + 2
+        await line.end_one(others[0])
+        assert line.came == ["adapter-0 e1"]
+        await line.end_one(first)
+        assert line.came[1:] == ["alone e0"]
+        await line.end_one(first, others[1])
+        assert sorted(one.split()[0] for one in line.came[2:]) == names[1:3]
 
     run(test)

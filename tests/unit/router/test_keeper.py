@@ -13,10 +13,12 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from tests.router.harness import FAST, run
+from tests.router.harness import FAST, run, until
+from vllm_ascend_pd.operating import MoveOrder
 from vllm_ascend_pd.processes.child import Child, ChildSpec, State
 from vllm_ascend_pd.registration import TTL_S
 from vllm_ascend_pd.router import config as config_module
+from vllm_ascend_pd.router.app import Router
 from vllm_ascend_pd.router.config import pack, unpack
 from vllm_ascend_pd.router.discovery import registered
 from vllm_ascend_pd.router.discovery.registered import SOURCE, Roster
@@ -24,7 +26,13 @@ from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
 from vllm_ascend_pd.router.snapshot import Snapshot
 from vllm_ascend_pd.router.workers import keeper as keeper_module
 from vllm_ascend_pd.router.workers.keeper import Keeper
-from vllm_ascend_pd.router.workers.worker import CONFIG_FILE, WRONG_CONFIG, main
+from vllm_ascend_pd.router.workers.worker import (
+    CONFIG_FILE,
+    WRONG_CONFIG,
+    KeeperLink,
+    RegisteredEngines,
+    main,
+)
 
 COUNTED = Snapshot(counters={"requests": [((), 7.0)]})
 
@@ -107,7 +115,7 @@ def test_router_that_was_stopped_itself_takes_nobody_for_silent() -> None:
     run(test)
 
 
-def test_engine_leaves_or_is_heard_while_others_expire() -> None:
+def test_engines_that_are_silent_go_together_and_one_that_is_heard_meanwhile_is_back() -> None:
     specs = {
         name: InstanceSpec(instance_id=name, url=f"http://{name}:1", role="both", source=SOURCE)
         for name in ("silent", "leaving", "back")
@@ -116,9 +124,9 @@ def test_engine_leaves_or_is_heard_while_others_expire() -> None:
 
     async def hear(known: list[InstanceSpec], words: Words) -> None:
         told.append([spec.instance_id for spec in known])
-        if told[-1] == ["leaving", "back"]:
+        if not told[-1]:
             await roster.leave("leaving", None)
-            roster._last_heard["back"] += 2 * TTL_S
+            await roster.beat(specs["back"])
 
     roster = Roster(hear)
 
@@ -128,7 +136,7 @@ def test_engine_leaves_or_is_heard_while_others_expire() -> None:
         await roster.expire(time.monotonic() + TTL_S + 1)
 
     run(test)
-    assert told[-1] == ["back"]
+    assert told[3:] == [[], ["back"]]
 
 
 def test_oldest_words_are_forgotten_where_engines_have_ever_new_names(
@@ -167,3 +175,110 @@ def test_a_worker_of_another_version_than_its_keeper_says_so(
     with pytest.raises(SystemExit, match=str(WRONG_CONFIG)):
         main()
     assert "started by another version of vllm-pd" in capsys.readouterr().err
+
+
+class Worker:
+    """As its keeper reaches it."""
+
+    def __init__(self) -> None:
+        self.versions: list[int] = []
+        """Of the engines that it was told."""
+        self.goes_on = asyncio.Event()
+        self.num_moves = 0
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, socket: Path) -> None:
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_get("/snapshot", self._snapshot)
+        app.router.add_put("/registered", self._registered)
+        app.router.add_post("/moves", self._move)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.UnixSite(self._runner, str(socket), backlog=1000).start()
+
+    async def stop(self) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    async def _snapshot(self, request: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(COUNTED))
+
+    async def _registered(self, request: web.Request) -> web.Response:
+        told = msgspec.json.decode(await request.read(), type=RegisteredEngines)
+        self.versions.append(told.version)
+        await self.goes_on.wait()
+        return web.Response()
+
+    async def _move(self, request: web.Request) -> web.Response:
+        self.num_moves += 1
+        await self.goes_on.wait()
+        return web.Response(body=b"[]")
+
+
+def test_worker_is_told_at_once_of_engines_that_register_while_it_is_told(tmp_path: Path) -> None:
+    async def test() -> None:
+        keeper, worker, num_engines = Keeper(tmp_path, FAST), Worker(), 100
+        await worker.start(tmp_path / "0")
+        keeper.workers["0"].announced = True
+        specs = [
+            InstanceSpec(instance_id=f"e{i}", url=f"http://e{i}:1", role="both", source=SOURCE)
+            for i in range(num_engines)
+        ]
+        beats = [asyncio.ensure_future(keeper._registered.beat(spec)) for spec in specs]
+        await until(lambda: bool(worker.versions))
+        assert not any(beat.done() for beat in beats)
+        worker.goes_on.set()
+        await asyncio.gather(*beats)
+        assert worker.versions[-1] == keeper.workers["0"].told == num_engines
+        assert len(worker.versions) <= 2
+        await keeper.close()
+        await worker.stop()
+
+    run(test)
+
+
+def test_worker_that_does_not_hear_of_engines_keeps_nobody_who_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper_module, "WORKER_TIMEOUT_S", 0.1)
+
+    async def test() -> None:
+        keeper, worker = Keeper(tmp_path, FAST), Worker()
+        await worker.start(tmp_path / "0")
+        keeper.workers["0"].announced = True
+        specs = [
+            InstanceSpec(instance_id=f"e{i}", url=f"http://e{i}:1", role="both", source=SOURCE)
+            for i in range(100)
+        ]
+        await asyncio.gather(*(keeper._registered.beat(spec) for spec in specs))
+        assert len(worker.versions) == 1
+        assert keeper.workers["0"].told == 0
+        worker.goes_on.set()
+        await keeper.refresh()
+        assert keeper.workers["0"].told == worker.versions[-1] == 100
+        await keeper.close()
+        await worker.stop()
+
+    run(test)
+
+
+def test_moves_of_hundreds_leave_room_for_other_questions(tmp_path: Path) -> None:
+    async def test() -> None:
+        keeper, worker, num_moves = Keeper(tmp_path, FAST), Worker(), 150
+        await keeper.start()
+        await worker.start(tmp_path / "0")
+        keeper.workers["0"].announced = True
+        link = KeeperLink(tmp_path, "asks")
+        await link.open(Router(FAST))
+        order = MoveOrder(to=None)
+        moves = [asyncio.ensure_future(link.move(f"r{i}", order)) for i in range(num_moves)]
+        await until(lambda: worker.num_moves == num_moves, "all moves under way")
+        assert (await link.snapshot()).counters["requests"] == [((), 7.0)]
+        assert keeper.workers["0"].num_silent == 0
+        worker.goes_on.set()
+        await asyncio.gather(*moves)
+        await link.close()
+        await keeper.close()
+        await worker.stop()
+
+    run(test)

@@ -37,6 +37,12 @@ class LooksAtAll(Selector):
     def _choose_ranked(self, request: Routed) -> Pair | None:
         return None
 
+    def serving(self, model: str | None) -> Sequence[Instance]:
+        return [one for one in self.registry if one.serves(model)]
+
+    def known(self, model: str | None) -> str | None:
+        return model if any(model in one.models for one in self.registry) else None
+
 
 class OneByOne(PrefixAware):
     def _best(

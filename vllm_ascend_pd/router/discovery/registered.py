@@ -83,7 +83,8 @@ class Roster:
     async def leave(self, instance_id: str, epoch: str | None) -> None:
         known = self._specs.get(instance_id)
         if known is not None and epoch in (None, known.epoch):
-            await self._remove(instance_id, "it took its leave")
+            self._remove(instance_id, "it took its leave")
+            await self._changed()
 
     async def expire(self, now: float) -> None:
         """Remove those that were silent for too long; called often; ``now`` is monotonic."""
@@ -93,17 +94,15 @@ class Roster:
             logger.warning("nobody was heard for %.0f s, in which the router did not run", late_s)
             for instance_id, heard_at in self._last_heard.items():
                 self._last_heard[instance_id] = min(heard_at + late_s, now)
-        if self._forget_words(now):
+        silent = [name for name, at in self._last_heard.items() if now - at > registration.TTL_S]
+        for instance_id in silent:
+            self._remove(instance_id, f"silent for {registration.TTL_S:g} s")
+        if self._forget_words(now) or silent:
             await self._changed()
-        for instance_id in list(self._last_heard):
-            # One may leave, or be heard again, while others hear of those before it.
-            if now - self._last_heard.get(instance_id, now) > registration.TTL_S:
-                await self._remove(instance_id, f"silent for {registration.TTL_S:g} s")
 
-    async def _remove(self, instance_id: str, why: str) -> None:
+    def _remove(self, instance_id: str, why: str) -> None:
         logger.info("%s: %s", instance_id, why)
         del self._specs[instance_id], self._last_heard[instance_id]
-        await self._changed()
 
     def _forget_words(self, now: float) -> bool:
         """Those that hold no more, or a part of them; whether there were any."""

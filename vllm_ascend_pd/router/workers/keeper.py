@@ -33,7 +33,7 @@ from vllm_ascend_pd.processes.supervisor import Supervisor
 from vllm_ascend_pd.router.config import pack
 from vllm_ascend_pd.router.discovery.registered import Roster
 from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
-from vllm_ascend_pd.router.server import REFRESH_S, bind, url_of
+from vllm_ascend_pd.router.server import BACKLOG, REFRESH_S, bind, raise_file_limit, url_of
 from vllm_ascend_pd.router.snapshot import Snapshot, add_up
 from vllm_ascend_pd.router.workers.worker import CONFIG_FILE, KEEPER_SOCKET, RegisteredEngines
 
@@ -67,12 +67,14 @@ class RouterWorker:
 
     def __init__(self, socket: Path) -> None:
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.UnixConnector(str(socket), force_close=True),
+            connector=aiohttp.UnixConnector(str(socket), force_close=True, limit=0),
             timeout=aiohttp.ClientTimeout(total=WORKER_TIMEOUT_S),
         )
         self.announced = False
         self.told = 0
         """Version of the engines that it knows."""
+        self.telling: asyncio.Task[bool] | None = None
+        """Of newer ones, under way or over: whether it heard."""
         self.last = Snapshot()
         """What it had counted when it was last asked."""
         self.num_silent = 0
@@ -92,6 +94,8 @@ class Keeper:
             str(index): RouterWorker(folder / str(index)) for index in range(config.num_workers)
         }
         self._engines = RegisteredEngines()
+        self._told_engines = -1, b""
+        """Their version, and what is sent of them."""
         self._registered = Roster(self._changed)
         self._ended = Snapshot()
         self._collecting = asyncio.Lock()
@@ -110,7 +114,8 @@ class Keeper:
         app.router.add_post("/moves", self._ask_all)
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        await web.UnixSite(self._runner, str(self._folder / KEEPER_SOCKET)).start()
+        path = str(self._folder / KEEPER_SOCKET)
+        await web.UnixSite(self._runner, path, backlog=BACKLOG).start()
 
     def _write_config(self) -> None:
         """For workers that start. One may read it now, so it is written only if it is gone."""
@@ -121,6 +126,8 @@ class Keeper:
         if self._runner is not None:
             await self._runner.cleanup()
         for worker in self.workers.values():
+            if worker.telling is not None:
+                worker.telling.cancel()
             await worker.session.close()
 
     async def refresh(self) -> None:
@@ -172,22 +179,34 @@ class Keeper:
 
     async def _tell_all(self) -> None:
         """Workers that do not know the engines of now."""
-        known = self._engines
-        told = msgspec.json.encode(known)
-        behind = [
-            self._tell(name, worker, known.version, told)
-            for name, worker in self.workers.items()
-            if worker.announced and worker.told < known.version
-        ]
-        await asyncio.gather(*behind)
+        version = self._engines.version
+        await asyncio.gather(*(self._told(*item, version) for item in self.workers.items()))
 
-    async def _tell(self, name: str, worker: RouterWorker, version: int, told: bytes) -> None:
+    async def _told(self, name: str, worker: RouterWorker, version: int) -> None:
+        """Until it knows these engines, or does not answer. Of changes that come while it is told
+        of one it is told at once."""
+        has_heard = True
+        while has_heard and worker.announced and worker.told < version:
+            if worker.telling is None or worker.telling.done():
+                worker.telling = asyncio.ensure_future(self._tell(name, worker))
+            has_heard = await asyncio.shield(worker.telling)
+
+    async def _tell(self, name: str, worker: RouterWorker) -> bool:
+        version, told = self._engines.version, self._encoded()
         try:
             async with worker.session.put("http://worker/registered", data=told) as response:
                 response.raise_for_status()
                 worker.told = max(worker.told, version)
         except (aiohttp.ClientError, asyncio.TimeoutError) as e:
             logger.warning("worker %s was not told of engines: %r", name, e)
+            return False
+        return True
+
+    def _encoded(self) -> bytes:
+        """The engines of now, as workers are told them."""
+        if self._told_engines[0] != self._engines.version:
+            self._told_engines = self._engines.version, msgspec.json.encode(self._engines)
+        return self._told_engines[1]
 
     # What workers ask.
 
@@ -195,10 +214,10 @@ class Keeper:
         worker = self.workers[request.match_info["name"]]
         worker.announced = True
         worker.told = self._engines.version
-        return web.Response(body=msgspec.json.encode(self._engines))
+        return web.Response(body=self._encoded())
 
     async def _known(self, request: web.Request) -> web.Response:
-        return web.Response(body=msgspec.json.encode(self._engines))
+        return web.Response(body=self._encoded())
 
     async def _beat(self, request: web.Request) -> web.Response:
         await self._registered.beat(msgspec.json.decode(await request.read(), type=InstanceSpec))
@@ -286,6 +305,7 @@ def _root() -> str:
 
 
 async def _serve(config: RouterConfig, folder: Path, on_ready: Callable[[], None]) -> None:
+    raise_file_limit()
     keeper = Keeper(folder, config)
     await keeper.start()
     specs = [

@@ -75,8 +75,8 @@ class KeeperLink:
         await self._runner.setup()
         path = self._folder / self._name
         path.unlink(missing_ok=True)  # of a worker that was killed
-        await web.UnixSite(self._runner, str(path)).start()
-        connector = aiohttp.UnixConnector(str(self._folder / KEEPER_SOCKET))
+        await web.UnixSite(self._runner, str(path), backlog=BACKLOG).start()
+        connector = aiohttp.UnixConnector(str(self._folder / KEEPER_SOCKET), limit=0)
         self._session = aiohttp.ClientSession(connector=connector)
         await self._hear(await self._ask("GET", "/registered"))
 
