@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import re
 import shutil
+import threading
 import time
 from dataclasses import replace
 from html import unescape
@@ -19,7 +20,7 @@ from tests.router.moving import SLOW, Client, move
 from vllm_ascend_pd.router.bodies import COMPLETIONS, Body, parse
 from vllm_ascend_pd.router.config import Retries
 from vllm_ascend_pd.router.policies import Routed
-from vllm_ascend_pd.router.snapshot import RecentError
+from vllm_ascend_pd.router.snapshot import RecentError, Snapshot
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 needs_browser = pytest.mark.skipif(
@@ -221,3 +222,23 @@ def test_page_is_one_file_and_its_data_needs_a_key(tmp_path: Path) -> None:
                 assert len((await response.json())["instances"]) == 2
 
     run(test)
+
+
+def test_metrics_of_many_engines_are_written_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expose, threads = Snapshot.expose, []
+
+    def seen(self: Snapshot) -> bytes:
+        threads.append(threading.get_ident())
+        return expose(self)
+
+    monkeypatch.setattr(Snapshot, "expose", seen)
+
+    async def test() -> None:
+        async with deployed(1, 1) as d, d.http.get(f"{d.url}/metrics") as response:
+            assert b"vllm:pd_router_instance_up{" in await response.read()
+
+    run(test)
+    assert len(threads) == 1
+    assert threads[0] != threading.get_ident()
