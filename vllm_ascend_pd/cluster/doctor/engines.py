@@ -7,7 +7,8 @@ import asyncio
 import email.utils
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
@@ -17,13 +18,17 @@ from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of,
 from vllm_ascend_pd.registration import RANK_HEADER, InstanceStatus
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 
+T = TypeVar("T")
+R = TypeVar("R")
 Role = Literal["prefill", "decode", "both"]
 
 ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, ValueError)
 """What a server that is not there, or not what it should be, causes."""
 
+AT_ONCE = 32
+"""Engines that are asked at a time: of hundreds some do not answer for as long as one may wait."""
 MAX_CLOCK_SKEW_S = 2.0
 _TIMEOUT = aiohttp.ClientTimeout(total=60, sock_connect=10)
 """A busy engine answers late; a host that is not there does not hold the examination up."""
@@ -175,6 +180,17 @@ class Web:
             return before, email.utils.parsedate_to_datetime(header).timestamp(), after
 
 
+async def each(asking: Callable[[T], Awaitable[R]], of: Iterable[T]) -> list[R]:
+    """What ``asking`` gives of each, in their order; ``AT_ONCE`` at a time."""
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def ask_one(one: T) -> R:
+        async with room:
+            return await asking(one)
+
+    return await asyncio.gather(*map(ask_one, of))
+
+
 async def discover(web: Web, router: str) -> list[Engine]:
     """The engines that a router knows; ``ERRORS`` when it cannot be asked."""
     text = await web.text(f"{router}/instances")
@@ -182,8 +198,12 @@ async def discover(web: Web, router: str) -> list[Engine]:
     return [Engine(i.url, i.role, i.instance_id, i.data_parallel_rank) for i in listed]
 
 
+async def ask_all(web: Web, engines: Iterable[Engine]) -> None:
+    """Fill in what each says of itself."""
+    await each(partial(ask, web), engines)
+
+
 async def ask(web: Web, engine: Engine) -> None:
-    """Fill in what the engine says of itself."""
     try:
         await web.text(f"{engine.url}/health")
         engine.version = str((await web.json(f"{engine.url}/version"))["version"])
@@ -341,17 +361,16 @@ class Pool:
         self._engines = [engine for engine in engines if not engine.error]
 
     async def run(self) -> Sequence[Finding]:
-        findings = []
-        for engine in self._engines:
-            try:
-                page = await self._web.text(f"{engine.url}/metrics")
-                counts = count(page, "vllm:pd_pool_", engine.rank)
-            except ERRORS as e:
-                findings.append(fail(self.name, f"{engine}: {e}", "see its log"))
-                continue
-            if counts:
-                findings.append(self._judge(str(engine), counts))
-        return findings or [skipped(self.name, "no engine has one")]
+        found = [one for one in await each(self._look, self._engines) if one is not None]
+        return found or [skipped(self.name, "no engine has one")]
+
+    async def _look(self, engine: Engine) -> Finding | None:
+        try:
+            page = await self._web.text(f"{engine.url}/metrics")
+            counts = count(page, "vllm:pd_pool_", engine.rank)
+        except ERRORS as e:
+            return fail(self.name, f"{engine}: {e}", "see its log")
+        return self._judge(str(engine), counts) if counts else None
 
     def _judge(self, engine: str, counts: Mapping[str, float]) -> Finding:
         stored, hits = counts.get("put_blocks ok", 0), counts.get("lookups hit", 0)
@@ -390,9 +409,9 @@ class ClockSkew:
         self._num_probes = num_probes
 
     async def run(self) -> Sequence[Finding]:
-        return [finding for e in self._engines if (finding := await self._judge(e)) is not None]
+        return await each(self._judge, self._engines)
 
-    async def _judge(self, engine: Engine) -> Finding | None:
+    async def _judge(self, engine: Engine) -> Finding:
         low, high = float("-inf"), float("inf")
         for _ in range(self._num_probes):
             try:

@@ -117,7 +117,8 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
                 return
         else:
             yield ok("router", f"{subject.router} knows {len(listed)} engines")
-            known += [engine for engine in listed if engine.url not in {e.url for e in known}]
+            urls = {engine.url for engine in known}
+            known += [engine for engine in listed if engine.url not in urls]
     expected: list[deployment.Expected] = []
     if subject.topology is not None:
         expected = deployment.expected_engines(subject.topology)
@@ -127,8 +128,7 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
             for one in expected
             if one.url and one.url not in urls and one.name not in names
         ]
-    for engine in known:
-        await engines.ask(web, engine)
+    await engines.ask_all(web, known)
     checks: list[Check] = []
     if subject.topology is not None:
         checks.append(deployment.Complete(expected, listed))

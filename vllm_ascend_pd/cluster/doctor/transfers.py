@@ -8,7 +8,7 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, by_model, count
+from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, by_model, count, each
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 
 if TYPE_CHECKING:
@@ -196,10 +196,14 @@ class ThroughRouter:
 
     async def _count(self, engines: Sequence[Engine]) -> dict[str, float]:
         """Requests that asked for a peer's KV, by outcome, added up over the engines."""
-        counts: dict[str, float] = {}
-        for engine in engines:
+
+        async def of(engine: Engine) -> dict[str, float]:
             page = await self._web.text(f"{engine.url}/metrics")
-            for outcome, number in count(page, _COUNTED, engine.rank).items():
+            return count(page, _COUNTED, engine.rank)
+
+        counts: dict[str, float] = {}
+        for counted in await each(of, engines):
+            for outcome, number in counted.items():
                 counts[outcome] = counts.get(outcome, 0) + number
         return counts
 

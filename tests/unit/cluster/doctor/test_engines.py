@@ -7,10 +7,11 @@ import asyncio
 import email.utils
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from tests.unit.cluster.doctor.scripted_engine import FINGERPRINT, ScriptedEngine, with_engines
 from vllm_ascend_pd.cluster.doctor import engines, examine
@@ -71,6 +72,54 @@ def test_an_engine_that_is_not_there() -> None:
 
     [gone] = with_engines([], use)
     assert "127.0.0.1:1" in gone.error
+
+
+class Together(ScriptedEngine):
+    """It answers when so many ask at the same time."""
+
+    num_missing = 0
+
+    async def _health(self, request: web.Request) -> web.Response:
+        await self._all()
+        return await super()._health(request)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        await self._all()
+        return await super()._metrics(request)
+
+    async def _all(self) -> None:
+        if self.num_missing:
+            self.num_missing -= 1
+            while self.num_missing:
+                await asyncio.sleep(0.001)
+
+
+async def ask_all(web: Web, known: list[Engine]) -> None:
+    await engines.ask_all(web, known)
+    assert {engine.error for engine in known} == {""}
+
+
+async def compare_clocks(web: Web, known: list[Engine]) -> None:
+    findings = await engines.ClockSkew(web, known, num_probes=1).run()
+    assert {finding.verdict for finding in findings} == {Verdict.OK}
+
+
+async def look_at_pools(web: Web, known: list[Engine]) -> None:
+    assert len(await engines.Pool(web, known).run()) == len(known)
+
+
+@pytest.mark.parametrize("look", [ask_all, compare_clocks, look_at_pools])
+def test_no_engine_is_asked_only_when_others_have_answered(
+    look: Callable[[Web, list[Engine]], Awaitable[None]],
+) -> None:
+    one = Together(pool={'put_blocks_total{outcome="ok"}': 1})
+
+    async def use(web: Web, known: list[Engine]) -> None:
+        one.num_missing = engines.AT_ONCE
+        named = [Engine(known[0].url, "both", f"e{i}") for i in range(engines.AT_ONCE + 5)]
+        await asyncio.wait_for(look(web, named), 10)
+
+    with_engines([("both", one)], use)
 
 
 def test_different_models() -> None:
