@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = limited_logger(__name__)
 
 _MAX_CONNECTIONS = 1024
-_MAX_HANDSHAKES = 256
+_MAX_HANDSHAKES = 512
 _MAX_HELD_BYTES = 64 << 20
 """Of frames that have begun or are not taken, of all peers together."""
 _MAX_ACCEPTED_A_TURN = 64

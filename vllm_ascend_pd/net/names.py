@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 Address: TypeAlias = "tuple[Any, ...]"
 """As a socket takes it, without a name."""
 
-_MAX_WAITING = 64
+_MAX_WAITING = 512
 
 
 def is_address(host: str) -> bool:

@@ -29,7 +29,8 @@ logger = limited_logger(__name__)
 IDLE_CONNECTION_S = 300.0
 OPEN_WITHIN_S = 10.0
 _MAX_CONNECTIONS = 1024
-_MAX_OPENING = 64
+_MAX_OPENING = 512
+"""A consumer that starts may ask hundreds of producers at once."""
 _LINGER_S = 0.2
 _MAX_UNHEARD_MS = 3000
 _OPTIONS = {

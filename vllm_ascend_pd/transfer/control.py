@@ -20,6 +20,7 @@ from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.net.listener import Listener, listen
 from vllm_ascend_pd.net.peers import Peers
 from vllm_ascend_pd.net.reactor import Reactor
+from vllm_ascend_pd.transfer.early_opens import EarlyOpens, num_hashes
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import (
     Answer,
@@ -85,8 +86,8 @@ class ControlServer(Reactor):
         """What is asked of requests of other engines' clients; answered as those."""
         self.guests: set[str] = set()
         """Transfer ids of these. Added to here, discarded from by the scheduler thread."""
-        # Opens of prompts that no request has brought yet, and until when they wait.
-        self._waiting: list[tuple[bytes, Open, float]] = []
+        self._waiting = EarlyOpens()
+        """Of prompts that no request has brought yet."""
 
     def listen(self, host: str, port: int) -> Endpoint:
         """Where consumers reach it from now on. Before ``start``.
@@ -115,11 +116,7 @@ class ControlServer(Reactor):
         elif isinstance(message, Heartbeat):
             self._book.heartbeat(message.transfer_ids, message.epoch)
         elif isinstance(message, Release):
-            self._waiting = [
-                waiting
-                for waiting in self._waiting
-                if (waiting[0], waiting[1].transfer_id) != (identity, message.transfer_id)
-            ]
+            self._waiting.release(identity, message.transfer_id)
             if self._book.release(message.transfer_id, message.epoch):
                 self._wake_scheduler()
             elif message.transfer_id in self.guests:
@@ -139,15 +136,14 @@ class ControlServer(Reactor):
     def _on_open(self, identity: bytes, request: Open) -> None:
         answer = self._ask_book(identity, request)
         if isinstance(answer, Waiting):
-            opens = (request, *(waiting[1] for waiting in self._waiting))
-            num_hashes = sum(len(it.block_hashes) for each in opens for it in each.groups)
-            if len(self._waiting) < _MAX_WAITING and num_hashes <= _MAX_WAITING_HASHES:
+            in_all = self._waiting.num_hashes + num_hashes(request)
+            if len(self._waiting) < _MAX_WAITING and in_all <= _MAX_WAITING_HASHES:
                 until = self._clock() + self._arrival_timeout_s
-                self._waiting.append((identity, request, until))
+                number = self._waiting.add(identity, request, until)
                 # Its prompt may have been announced before it was seen to wait.
                 answer = self._ask_book(identity, request)
                 if not isinstance(answer, Waiting):
-                    self._waiting.pop()
+                    self._waiting.remove(number)
             else:
                 answer = self._refuse(request, "too many others wait for theirs already")
         self._send(identity, request, answer)
@@ -172,22 +168,29 @@ class ControlServer(Reactor):
         """Opens that came before their prompt; any thread."""
         return len(self._waiting)
 
-    def answer_waiting(self) -> None:
-        """Leases were announced: look again at the opens that came too early. Any thread."""
+    def answer_waiting(self, transfer_id: str | None = None) -> None:
+        """This lease was announced, or any can be opened by now: look again at the opens that came
+        too early. Any thread."""
         if self._waiting:
-            self.submit(self._answer_waiting)
+            self.submit(lambda: self._answer_waiting(transfer_id))
 
-    def _answer_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        now = self._clock()
-        for identity, request, until in waiting:
-            answer = self._ask_book(identity, request)
+    def _answer_waiting(self, transfer_id: str | None) -> None:
+        waiting = self._waiting
+        for number, early in waiting.all() if transfer_id is None else waiting.of(transfer_id):
+            answer = self._ask_book(early.identity, early.request)
+            if not isinstance(answer, Waiting):
+                waiting.remove(number)
+                self._send(early.identity, early.request, answer)
+
+    def _refuse_late(self) -> None:
+        """Opens whose prompt has not come in time."""
+        for number, early in self._waiting.over(self._clock()):
+            self._waiting.remove(number)
+            answer = self._ask_book(early.identity, early.request)
             if isinstance(answer, Waiting):
-                if now < until:
-                    self._waiting.append((identity, request, until))
-                    continue
-                answer = self._refuse(request, f"none came within {self._arrival_timeout_s:g} s")
-            self._send(identity, request, answer)
+                why = f"none came within {self._arrival_timeout_s:g} s"
+                answer = self._refuse(early.request, why)
+            self._send(early.identity, early.request, answer)
 
     def _refuse(self, request: Open, why: str) -> Refused:
         detail = f"no request has brought this transfer id: {why}"
@@ -202,12 +205,11 @@ class ControlServer(Reactor):
         num_expired, next_expiry = self._book.expire()
         if num_expired:
             self._wake_scheduler()
-        now = self._clock()
-        if any(waits_until <= now for _, _, waits_until in self._waiting):
-            self._answer_waiting()
+        self._refuse_late()
         # A lease granted meanwhile has a whole term to run, so a turn a second is soon enough.
-        turns = [1.0, *(waits_until - now for _, _, waits_until in self._waiting)]
-        return min(turns) if next_expiry is None else min(*turns, next_expiry)
+        next_end = self._waiting.next_end
+        until_end = 1.0 if next_end is None else min(1.0, next_end - self._clock())
+        return until_end if next_expiry is None else min(until_end, next_expiry)
 
 
 def _listen(host: str, port: int) -> socket.socket:

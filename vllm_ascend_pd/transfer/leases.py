@@ -162,6 +162,8 @@ class LeaseBook:
         self._num_unopened_blocks = 0
         # Transfer ids that were released before they came, and until when that is remembered.
         self._released_early: dict[str, float] = {}
+        self._next_look = math.inf
+        """Nothing is over before: to look at all of them each time would cost their square."""
         self._generations = itertools.count(1)
         self.page_servers: tuple[PageServer, ...] = ()
         """Of the workers, by rank; written by the scheduler thread, once."""
@@ -331,7 +333,8 @@ class LeaseBook:
         with self._lock:
             lease = self._leases.get(transfer_id)
             if lease is None and not epoch:
-                self._released_early[transfer_id] = self._clock() + self._lease_s
+                until = self._released_early[transfer_id] = self._clock() + self._lease_s
+                self._next_look = min(self._next_look, until)
                 if len(self._released_early) > _MAX_RELEASED_EARLY:
                     del self._released_early[next(iter(self._released_early))]
             if lease is None or (lease.state is ProducerState.OPEN and not lease.announced):
@@ -339,14 +342,17 @@ class LeaseBook:
         return epoch in ("", self._epoch) and self._end(transfer_id, ProducerEvent.RELEASED)
 
     def expire(self) -> tuple[int, float | None]:
-        """End what is over; (number of those, seconds to the next expiry or ``None``)."""
+        """End what is over; (number of those, seconds until something may be or ``None``)."""
         now = self._clock()
         with self._lock:
+            if now < self._next_look:
+                return 0, None if self._next_look == math.inf else self._next_look - now
             leased = [x for x in self._leases.values() if x.state is ProducerState.LEASED]
             for transfer_id in [i for i, until in self._released_early.items() if until <= now]:
                 del self._released_early[transfer_id]
             over = [x.transfer_id for x in leased if x.expires_at <= now]
-            left = [x.expires_at - now for x in leased if x.expires_at > now]
+            ends = [x.expires_at for x in leased if x.expires_at > now]
+            self._next_look = min((*ends, *self._released_early.values()), default=math.inf)
         for transfer_id in over:
             self._end(transfer_id, ProducerEvent.EXPIRED)
             logger.warning(
@@ -354,11 +360,12 @@ class LeaseBook:
                 transfer_id,
                 self._max_lease_s,
             )
-        return len(over), min(left, default=None)
+        return len(over), min(ends) - now if ends else None
 
     def _renew(self, lease: Lease) -> None:
         """Under the lock."""
         lease.expires_at = min(self._clock() + self._lease_s, lease.ends_at)
+        self._next_look = min(self._next_look, lease.expires_at)
 
     def _not_unopened(self, lease: Lease) -> None:
         """Any more, if it was. Under the lock."""

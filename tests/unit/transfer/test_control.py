@@ -10,6 +10,7 @@ import select
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,14 +61,18 @@ class Producer:
     """A lease book behind a control server."""
 
     def __init__(
-        self, trust: Trust | None = None, port: int = 0, arrival_timeout_s: float = 5.0
+        self,
+        trust: Trust | None = None,
+        port: int = 0,
+        arrival_timeout_s: float = 5.0,
+        host: str = "127.0.0.1",
     ) -> None:
         self.clock = Clock()
         self.book = LeaseBook(Epoch("epoch"), "same", LEASE_S, self.clock)
         self.book.page_servers = (PAGE_SERVER,)
         self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.server = ControlServer(self.book, self.wake, trust or Trust(), arrival_timeout_s)
-        self.endpoint = self.server.listen("127.0.0.1", port)
+        self.endpoint = self.server.listen(host, port)
         self.server.start()
 
     def wake(self) -> None:
@@ -522,9 +527,9 @@ def test_stop_sends_what_was_asked_for(
 # The first token.
 
 
-def announced(producer: Producer, sampling_key: bytes = b"alike") -> Lease:
+def announced(producer: Producer, sampling_key: bytes = b"alike", name: str = "t") -> Lease:
     span = Span(0, 35, (GroupBlocks(16, (), (b"h0", b"h1")),))
-    lease = Lease(TransferId("t"), span, (Tail((1, 2, 3), b""),), announced=True)
+    lease = Lease(TransferId(name), span, (Tail((1, 2, 3), b""),), announced=True)
     lease.sampling_key = sampling_key
     producer.book.grant(lease)
     return lease
@@ -685,6 +690,38 @@ def test_open_that_comes_just_as_its_prompt_is_announced_is_answered_once(
         assert opened(client).first_token_follows
         assert [type(answer) for answer in asked] == [Waiting, Opened]
         assert producer.server.num_waiting == 0
+    finally:
+        producer.server.stop()
+
+
+def test_prompt_that_comes_is_compared_with_the_opens_that_wait_for_it(
+    make_client: Callable[..., ControlClient], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    producer, num_opens = Producer(arrival_timeout_s=1000.0), 50
+    ask, asked = LeaseBook.open, Counter[str]()
+
+    def counted(book: LeaseBook, request: Open, identity: bytes) -> object:
+        asked[request.transfer_id] += 1
+        return ask(book, request, identity)
+
+    monkeypatch.setattr(LeaseBook, "open", counted)
+    try:
+        client = make_client()
+        names = [f"t{number}" for number in range(num_opens)]
+        for name in names:
+            request = msgspec.structs.replace(make_open(name), epoch="")
+            client.open(name, producer.endpoint, request)
+        wait_until(lambda: producer.server.num_waiting == num_opens)
+        client.release(producer.endpoint, names.pop(), "")
+        wait_until(lambda: producer.server.num_waiting == num_opens - 1)
+        for num_left, name in zip(range(len(names) - 1, -1, -1), names, strict=True):
+            announced(producer, name=name)
+            producer.server.answer_waiting(name)
+            wait_until(lambda left=num_left: producer.server.num_waiting == left)
+        found = {(o := outcome_of(client)).key: o.answer for _ in range(num_opens)}
+        assert [name for name in names if not isinstance(found[name], Opened)] == []
+        assert producer.server.num_waiting == 0
+        assert max(asked.values()) <= 3
     finally:
         producer.server.stop()
 

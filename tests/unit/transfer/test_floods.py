@@ -228,6 +228,24 @@ def test_peers_that_do_not_open_give_way(
     assert isinstance(answers["found"], Opened)
 
 
+def test_consumer_may_ask_hundreds_of_producers_at_once(
+    make_client: Callable[..., ControlClient],
+) -> None:
+    """One that starts gets requests for the prompts of all of them."""
+    server = Producer(host="0.0.0.0")
+    try:
+        server.lease()
+        client, at = make_client(), server.endpoint
+        hosts = [f"127.0.{number // 200}.{number % 200 + 1}" for number in range(300)]
+        for host in hosts:
+            client.open(host, Endpoint(host, at.port, at.key), make_open())
+        answers = [outcome_of(client).answer for _ in hosts]
+        assert [answer for answer in answers if not isinstance(answer, Opened)] == []
+        assert len(client.peers) == len(hosts)
+    finally:
+        server.server.stop()
+
+
 def test_peer_that_does_not_open_is_closed_in_time(
     make_client: Callable[..., ControlClient],
     silent_peers: list[Endpoint],

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import ValuesView
 from dataclasses import replace
 
 import msgspec
@@ -340,6 +341,38 @@ def test_prompt_that_is_not_finished_does_not_expire(book: LeaseBook, clock: Clo
     clock.now += 100 * LEASE_S
     assert book.expire() == (0, None)
     assert len(book) == 1
+
+
+def test_leases_are_looked_at_when_one_may_be_over(book: LeaseBook, clock: Clock) -> None:
+    begun, looks = clock.now, list[float]()
+
+    class Looked(dict[str, Lease]):
+        def values(self) -> ValuesView[Lease]:
+            looks.append(clock.now)
+            return super().values()
+
+    book._leases = Looked()
+    for number in range(100):
+        lease = make_lease(name=f"t{number}")
+        book.grant(lease)
+        assert book.finish(lease)
+        assert book.expire()[0] == 0
+    for number in range(50):
+        clock.now += 0.5
+        request = msgspec.structs.replace(make_open(), transfer_id=f"t{number}")
+        assert isinstance(book.open(request), Opened)
+        book.heartbeat((f"t{number}",), "epoch")
+        assert book.expire()[0] == 0
+    assert not looks
+    book.release("early", "")
+    clock.now = begun + LEASE_S
+    assert book.expire() == (50, pytest.approx(0.5))
+    assert len(looks) == 1
+    clock.now = begun + 25 + LEASE_S
+    assert book.expire() == (50, None)
+    assert len(book) == book.num_released_early == 0
+    assert book.expire() == (0, None)
+    assert len(looks) == 2
 
 
 # The end, once.

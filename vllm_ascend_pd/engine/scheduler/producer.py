@@ -120,7 +120,7 @@ class Producer(Part):
                 if transfer_id in self.book:
                     return Cause.BAD_PARAMS, "kv_transfer_params.transfer_id is in use already"
                 self._keep(key, self._make_lease(request, TransferId(transfer_id), True))
-                self.server.answer_waiting()
+                self.server.answer_waiting(transfer_id)
         self._expected[request.request_id] = request
         self.busy = True
         return None
