@@ -49,7 +49,7 @@ class Grants:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._grants: dict[LeaseRef, Grant] = {}
-        self._in_step: list[LeaseRef] = []
+        self._in_step: dict[LeaseRef, None] = {}
         self._num_layers_done = 0
         # The last ones that were given up, for consumers that come too late.
         self._gone: dict[LeaseRef, None] = {}
@@ -61,10 +61,10 @@ class Grants:
     def begin_step(self, grants: Iterable[Grant]) -> None:
         with self._lock:
             self._num_layers_done = 0
-            self._in_step = []
+            self._in_step = {}
             for grant in grants:
                 self._grants[grant.lease] = grant
-                self._in_step.append(grant.lease)
+                self._in_step[grant.lease] = None
 
     def layer_done(self, layer: int) -> None:
         """Layers up to and with this one are computed."""
@@ -83,7 +83,7 @@ class Grants:
                 grant = self._grants.get(lease)
                 if grant is not None:
                     self._grants[lease] = replace(grant, num_ready=grant.num_coming)
-            self._in_step = []
+            self._in_step = {}
 
     def discard(self, leases: Iterable[LeaseRef]) -> None:
         with self._lock:

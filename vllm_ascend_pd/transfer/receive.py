@@ -99,6 +99,12 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         self._staging = pool
         self.peers = Peers(self, trust, self._on_frame, self._on_lost)
         self._active: list[PeerLoad] = []
+        self._awaited: dict[tuple[Endpoint, str], list[PeerLoad]] = {}
+        """Those of prompts that their producers compute, by peer and transfer id."""
+        self._must_look = False
+        """A load has begun or ended. Any thread sets it."""
+        self._look_at = math.inf
+        """When the next of them is to be watched or over, at the earliest."""
         self._in_flight: dict[int, InFlight] = {}
         self._placement = placement
         rest_s = placement.rest_s if placement is not None else 0.0
@@ -131,6 +137,10 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
 
         def begin() -> None:
             self._active += loads
+            if spec.num_awaited is not None:
+                for load in loads:
+                    self._awaited.setdefault((load.peer, spec.transfer_id), []).append(load)
+            self._must_look = True
 
         self.submit(begin)
 
@@ -159,14 +169,8 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
                 if now >= self._flight_deadline(flight):
                     self._give_up(fetch_id)
                     self._end(flight.load, Cause.DEADLINE.value)
-        for load in list(self._active):
-            if now >= load.deadline:
-                self._end(load, Cause.DEADLINE.value)
-            if load.ended is None and load.spec.num_awaited is not None:
-                self._keep_watching(load, now)
-            if load.ended is not None:
-                self._active.remove(load)
-                self._rings.end(load)
+        if self._must_look or now >= self._look_at:
+            self._look(now)
         self._send_fetches()
         confirmed, is_busy = self._rings.follow()
         for fetch_id in confirmed:
@@ -179,16 +183,45 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
             for peer in self._heard_at.keys() - self.peers.connections.keys():
                 del self._heard_at[peer]
                 self._rings.forget(peer)
-        deadlines = [load.deadline for load in self._active]
+        deadlines = [now if self._must_look else self._look_at]
         deadlines += [now + next_end] if next_end is not None else []
         deadlines += [self._flight_deadline(flight) for flight in self._in_flight.values()]
         deadlines += [next_rested] if next_rested is not None else []
-        deadlines += [
-            load.watched_at + self.answer_timeout_s / 2
-            for load in self._active
-            if load.spec.num_awaited is not None
-        ]
-        return max(0.0, min(deadlines) - now) if deadlines else None
+        next_turn = min(deadlines)
+        return max(0.0, next_turn - now) if next_turn < math.inf else None
+
+    def _look(self, now: float) -> None:
+        """At all loads. Hundreds may wait for their prompts, and each frame is a turn."""
+        self._must_look = False
+        self._look_at = now  # should this raise
+        look_at = math.inf
+        left = []
+        for load in self._active:
+            if now >= load.deadline:
+                self._end(load, Cause.DEADLINE.value)
+            is_awaited = load.spec.num_awaited is not None
+            if load.ended is None and is_awaited:
+                self._keep_watching(load, now)
+            if load.ended is not None:
+                self._rings.end(load)
+                if is_awaited:
+                    self._await_no_more(load)
+                continue
+            left.append(load)
+            look_at = min(look_at, load.deadline)
+            if is_awaited:
+                look_at = min(look_at, load.watched_at + self.answer_timeout_s / 2)
+        self._active, self._look_at = left, look_at
+
+    def _await_no_more(self, load: PeerLoad) -> None:
+        key = load.peer, load.spec.transfer_id
+        others = [one for one in self._awaited.pop(key, ()) if one is not load]
+        if others:
+            self._awaited[key] = others
+
+    def _end(self, load: PeerLoad, cause: str) -> None:
+        super()._end(load, cause)
+        self._must_look = True
 
     def _keep_watching(self, load: PeerLoad, now: float) -> None:
         """Ask how far the prompt is, at first and as a sign of life, which must come back to the
@@ -209,11 +242,8 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
             self._end(load, Cause.PEER_UNREACHABLE.value)
 
     def _on_progress(self, peer: Endpoint, progress: Progress) -> None:
-        for load in self._active:
-            spec = load.spec
-            if spec.num_awaited is None or load.ended is not None:
-                continue
-            if (load.peer, spec.transfer_id) != (peer, progress.transfer_id):
+        for load in self._awaited.get((peer, progress.transfer_id), ()):
+            if load.ended is not None:
                 continue
             if progress.cause:
                 self._end(load, progress.cause)
@@ -241,9 +271,12 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         """A step waits for its loads, so those are first. All parked ones together leave slots for
         them, and one of several pieces leaves one for another.
         """
+        asking = [load for load in self._active if load.pieces and load.ended is None]
+        if not asking:
+            return
         flights = self._in_flight.values()
         num_parked = sum(not flight.load.spec.in_step for flight in flights)
-        for load in sorted(self._active, key=lambda load: not load.spec.in_step):
+        for load in sorted(asking, key=lambda load: not load.spec.in_step):
             num_held = sum(flight.load.spec is load.spec for flight in flights)
             while load.pieces and load.ended is None:
                 num_counted = num_held if load.spec.in_step else num_parked + (num_held > 0)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,9 +24,10 @@ from vllm_ascend_pd.config import PushMode
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.span import LoadBlocks
 from vllm_ascend_pd.transfer.grants import Grant
-from vllm_ascend_pd.transfer.load import LoadSpec
+from vllm_ascend_pd.transfer.load import LoadSpec, PeerLoad
 from vllm_ascend_pd.transfer.pieces import Piece, plan_ready
-from vllm_ascend_pd.types import Cause
+from vllm_ascend_pd.transfer.receive import PeerLoader
+from vllm_ascend_pd.types import Cause, LoadId
 
 BLOCKS = (20, 21, 22, 23)
 """The producer's: three full blocks and a tail."""
@@ -307,3 +309,44 @@ def test_plan_of_what_is_ready() -> None:
         Piece(0, 1, 4, 8, False),
         Piece(0, 1, 8, 9, False),
     ]
+
+
+def test_turns_do_not_look_at_all_that_wait_for_their_prompts(
+    make_prompt: Callable[..., Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: Counter[int] = Counter()
+    keep = PeerLoader._keep_watching
+
+    def counted(self: PeerLoader, load: PeerLoad, now: float) -> None:
+        looked[load.load_id] += 1
+        keep(self, load, now)
+
+    monkeypatch.setattr(PeerLoader, "_keep_watching", counted)
+    prompt, num_loads = make_prompt(answer_timeout_s=1000.0), 50
+    loader = prompt.pair.loader
+
+    def turns(num: int) -> None:
+        for _ in range(num):
+            done = threading.Event()
+            loader.submit(done.set)
+            assert done.wait(LIMIT_S)
+
+    for number in range(num_loads):
+        prompt.load(load_id=LoadId(100 + number))
+    wait_until(lambda: len(looked) == num_loads)
+    turns(3)
+    looked.clear()
+    turns(20)
+    assert not looked
+    loader.cancel(LoadId(100))
+    turns(2)
+    assert len(loader._active) == num_loads - 1
+    prompt.begin_step(0, 4)
+    prompt.revoke()
+    results: list[LoadResult] = []
+    wait_until(lambda: bool(results.extend(loader.take_results()) or len(results) == num_loads))
+    causes = Counter(result.cause for result in results)
+    assert causes == {Cause.CANCELLED.value: 1, Cause.LEASE_EXPIRED.value: num_loads - 1}
+    turns(2)
+    assert not loader._active
+    assert not loader._awaited

@@ -45,3 +45,22 @@ def test_layer_costs_nothing_for_those_that_wait_for_other_prompts() -> None:
     assert gone == {"done", "running"}
     assert told[-1][1].cause == Cause.LEASE_EXPIRED.value
     assert len(watchers) == 1
+
+
+def test_prompt_is_not_compared_with_all_of_its_step() -> None:
+    compared: list[str] = []
+
+    class Compared(LeaseRef):
+        def __eq__(self, other: object) -> bool:
+            compared.append(self.transfer_id)
+            return super().__eq__(other)
+
+        __hash__ = LeaseRef.__hash__
+
+    grants = Grants()
+    leases = [Compared(f"t{number}", number) for number in range(50)]
+    grants.begin_step(Grant(lease, "e", ((1,),), 0, 16) for lease in leases)
+    grants.layer_done(2)
+    asked = [Compared(*lease) for lease in leases]
+    assert [grants.look(lease)[1] for lease in asked] == [3] * len(leases)
+    assert len(compared) <= 3 * len(leases)
