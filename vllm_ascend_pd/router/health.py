@@ -135,6 +135,7 @@ class Prober:
                     num_rounds = (num_rounds + 1) % MODELS_EVERY
                 elif num_failed:
                     num_rounds = 0  # it may come back as another engine
+                    self._servers[instance.spec.url].reading = None
                 self._asked.add(instance)
             except Exception:
                 logger.exception("probing %s", instance.instance_id)
