@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -48,8 +48,10 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
+from vllm_ascend_pd.engine.vllm_api.outputs import output_without_forward
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.span import NO_BLOCK, KVGroup
+from vllm_ascend_pd.metrics import COUNTERS, split_key
 from vllm_ascend_pd.transfer.grants import Grant
 from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
@@ -178,15 +180,14 @@ class SimulatedWorker:
         if self._results or self._servers or self.rested:
             report = StepReport(tuple(self._results), self._servers, rested=tuple(self.rested))
         self._results, self._servers, self.rested = [], {}, []
-        kv_output = KVConnectorOutput(kv_connector_worker_meta=report)
         if not output.num_scheduled_tokens:
-            return ModelRunnerOutput.with_kv_conn_output_only(kv_output)
+            return output_without_forward(report)
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
             sampled_token_ids=tokens,
-            kv_connector_output=kv_output,
+            kv_connector_output=KVConnectorOutput(kv_connector_worker_meta=report),
         )
 
     def end_parked(self, load_id: LoadId, cause: str = "", num_resting: int = 0) -> LoadSpec:
@@ -406,6 +407,10 @@ class Engine:
         self._num_idle_turns = 0
         self.tokens: dict[str, list[int]] = {}
         self.params: dict[str, dict[str, Any] | None] = {}
+        self.counted: Counter[str] = Counter()
+        """What the front end has been told, as ``Stats.take`` names it."""
+        self.num_for_a_peer = 0
+        """Requests that have asked for a peer's KV."""
         self.requests: dict[str, Request] = {}
         self.counts_at_start = self.counts()
 
@@ -438,6 +443,7 @@ class Engine:
             block_hasher=hasher,
         )
         self.requests[request_id] = request
+        self.num_for_a_peer += bool(params and params.get("do_remote_prefill"))
         self.tokens[request_id] = []
         self.scheduler.add_request(request)
         return request
@@ -459,11 +465,19 @@ class Engine:
             drafts = self.worker.draft(step.output.num_scheduled_tokens)
             self.scheduler.update_draft_token_ids(drafts)
         for outputs in per_client.values():
+            if outputs.scheduler_stats is not None:
+                self.counted.update(outputs.scheduler_stats.kv_connector_stats or {})
             for output in outputs.outputs:
                 self.tokens[output.request_id] += output.new_token_ids
                 if output.kv_transfer_params is not None:
                     self.params[output.request_id] = output.kv_transfer_params
+                    expect_all_tokens(output.kv_transfer_params.get("provenance"))
         return step
+
+    def num_counted(self, name: str) -> float:
+        """By all labels of a counter, told or yet to be told."""
+        counts = self.counted, self.scheduler.pd.common.stats.values
+        return sum(n for each in counts for key, n in each.items() if split_key(key)[0] == name)
 
     def step(self) -> Step:
         """One turn of the loop; an engine that runs ahead keeps a second step in flight."""
@@ -551,6 +565,11 @@ class Engine:
         self.poll(lambda: self.counts() == self.counts_at_start)
         self.schedule()  # what is not to be met is cleared with the next step
         self.finish_step()
+        assert self.num_counted("leases_granted") == self.num_counted("leases_closed")
+        assert min(self.counted.values(), default=0) >= 0
+        if self.scheduler.log_stats:
+            waiting = {split_key(key)[0] for key in self.scheduler.pd.common.stats.values}
+            assert waiting.isdisjoint(COUNTERS), "counted, and not told"
         for tables in self.scheduler.kv_cache_manager.coordinator.single_type_managers:
             assert not tables.req_to_blocks, "blocks are kept of requests that have ended"
         assert min(map(min, self.worker.blocks.values()), default=0) >= 0
@@ -567,6 +586,14 @@ class Engine:
                 keeps_state = bool(self.worker.groups[get_group_id(block.block_hash)].state)
                 expected = contents[get_block_hash(block.block_hash)][keeps_state]
                 assert held == expected, f"block {block.block_id} is cached with KV of other tokens"
+
+
+def expect_all_tokens(provenance: dict[str, Any] | None) -> None:
+    if provenance is not None:
+        places = "local", "peer", "dram", "remote", "ssd", "computed"
+        numbers = [provenance[f"num_{place}_tokens"] for place in places]
+        assert min(numbers) >= 0, provenance
+        assert sum(numbers) == provenance["num_prompt_tokens"], provenance
 
 
 def session_of(engine: Engine, request: Request) -> RemotePrompt:

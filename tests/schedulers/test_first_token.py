@@ -170,12 +170,17 @@ def test_request_may_end_with_the_first_token(
     request: pytest.FixtureRequest, producer: Engine, kind: str, sampling: dict[str, Any]
 ) -> None:
     engine: Engine = request.getfixturevalue(kind)
+    engine.warm("w", prompt_of(40))
     params = producer.prefill("p", prompt_of(100))
     engine.add("c", prompt_of(100), {**params, "return_provenance": True}, **sampling)
     steps = engine.run_to_end()
     engine.expect_tokens("c", 1)
     assert not any("c" in step.output.num_scheduled_tokens for step in steps)
-    assert ends_as(engine)["outcome"] == "first_token"
+    provenance = ends_as(engine)
+    assert provenance["outcome"] == "first_token"
+    assert provenance["num_local_tokens"] == 2 * BLOCK_SIZE
+    assert provenance["num_peer_tokens"] == 100 - 2 * BLOCK_SIZE
+    assert engine.num_counted("prompt_tokens") == 100
     producer.run(lambda: producer.counts() == producer.counts_at_start)
 
 

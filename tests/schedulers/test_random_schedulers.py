@@ -238,6 +238,8 @@ class Rounds:
                 engine.finish_step()
             engine.scheduler.reset_prefix_cache()
             engine.run(lambda engine=engine: self._is_idle(engine))
+        for engine in self._both:
+            assert engine.num_counted("requests") == engine.num_for_a_peer
 
     def _is_idle(self, engine: Engine) -> bool:
         self._end_parked(engine)
@@ -319,8 +321,9 @@ class Rounds:
         """For several samples now and then, some of which go on."""
         num_samples = self._draw.choice([1, 1, 1, 2, 3])
         self._num_asked += 1
+        parent = f"r{self._num_asked}"
         for number in range(num_samples):
-            name = f"{number}_r{self._num_asked}" if num_samples > 1 else ""
+            name = f"{number}_{parent}" if num_samples > 1 else ""
             num_tokens = self._draw.choice(self._num_sampled)
             self._ask(self._prefiller, prompt, params, leg, num_tokens, name=name)
 
@@ -336,6 +339,7 @@ class Rounds:
     ) -> None:
         self._num_asked += 1
         request_id = name or f"r{self._num_asked}"
+        params = {**(params or {}), "return_provenance": True}
         request = engine.add(request_id, list(prompt), params, num_tokens, temperature=0)
         request.priority = self._draw.choice([0, 0, 1])
         self._asked[request_id] = Asked(engine, prompt, num_tokens, leg, moves_from)

@@ -216,7 +216,7 @@ class Consumer(Part):
             num_cached = common.phantoms.num_leading_hits(request, num_full) * block_size
             num_local = max(0, num_cached - prompt.num_parked_tokens)
             assert prompt.first_token_id is not None
-            prompt.provenance.first_token = "peer"
+            prompt.first_token_delivered(num_local)
             output = deliver(common.scheduler, request, prompt.first_token_id, num_local)
             outputs[request.client_index].append(output)
             common.parking.cache_full_tail(prompt)

@@ -215,9 +215,10 @@ class PoolPrompt(BlockSource):
 
     def count_computed(self, admitted: bool) -> bool:
         """Whether the request has been admitted. Nobody says so when nothing of its prompt was to
-        be had: then all of it is computed.
+        be had: then all of it is computed. Where it had a peer somebody does, and until then what
+        was counted of that peer holds.
         """
-        if admitted and not self._is_counted:
+        if admitted and not self._is_counted and not self.had_peer:
             self._is_counted = True
             self.provenance.num_computed_tokens = self.provenance.num_prompt_tokens
         return self._is_counted

@@ -82,6 +82,8 @@ class RemotePrompt(PeerSource):
         self.epoch = remote.remote_epoch
         self.first_token_id: int | None = None
         """What the producer has sampled after the prompt."""
+        self._num_local_then: int | None = None
+        """Tokens of the prompt that were cached here when that was delivered."""
         self._transfer = peers.transfer
         self._groups = peers.groups
         # States are copied on before the forward, whose layers wait for what a step loads.
@@ -159,6 +161,12 @@ class RemotePrompt(PeerSource):
                 self.control,
             )
         return waits
+
+    def first_token_delivered(self, num_local: int) -> None:
+        """Its client has it. What is not cached here, the ``num_local`` first, is the producer's if
+        the request ends before it is admitted."""
+        self.provenance.first_token = "peer"
+        self._num_local_then = num_local
 
     def lose_first_token(self) -> None:
         """If it has not come yet, it does not come any more."""
@@ -260,6 +268,9 @@ class RemotePrompt(PeerSource):
             self.advance(SourceEvent.ABORT)
             outcome = "first_token" if is_answered else Cause.CANCELLED.value
             self.provenance.outcome = self.provenance.outcome or outcome
+            if self._num_local_then is not None and not self._is_counted:
+                self.provenance.num_local_tokens = self._num_local_then
+                self.provenance.num_peer_tokens = self.end - self._num_local_then
             if not self.num_loads:
                 self._peers.is_over(self)
 
