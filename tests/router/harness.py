@@ -134,7 +134,9 @@ async def deployed(
 async def nothing_in_progress(deployment: Deployment) -> None:
     """No request, leg, exchange or token is counted any more, on either side."""
     router = deployment.router
-    await until(lambda: router.metrics.num_requests == 0, "requests left")
+    metrics = router.metrics
+    await until(lambda: metrics.num_requests == 0, "requests left")
+    assert (metrics.num_waiting, metrics.num_queued()) == (0, 0)
     for instance in router.registry:
         await until(lambda i=instance: i.num_active == 0, "legs left")  # type: ignore[misc]
         assert instance.num_active_tokens == 0

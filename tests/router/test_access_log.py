@@ -51,6 +51,20 @@ def test_json_line_says_who_served_the_request(caplog: pytest.LogCaptureFixture)
     run(test)
 
 
+def test_line_of_a_batch_says_how_long_its_answer_is(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, ACCESS)
+
+    async def test() -> None:
+        async with deployed(config=replace(FAST, access_log="json")) as d:
+            chats = [[{"role": "user", "content": content}] for content in ("one", "two")]
+            _, _, body = await d.post("/v1/chat/completions/batch", messages=chats)
+            [line] = map(json.loads, lines(caplog))
+            assert line["num_bytes"] == len(body)
+            assert line["num_attempts"] == 2
+
+    run(test)
+
+
 def test_json_lines_stand_alone_on_the_standard_output(
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],

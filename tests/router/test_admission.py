@@ -143,6 +143,7 @@ def test_client_that_leaves_the_line_is_never_sent_to_an_engine() -> None:
             assert (await staying)[0] == 200
             came = [request.json["prompt"] for request in d.decodes[0].received]
             assert came == ["first", "staying"]
+            assert d.count("queue_seconds_count") == 2
 
     run(test)
 
@@ -282,6 +283,7 @@ def test_passed_on_requests_wait_in_line_too() -> None:
             first = await busy(d)
             passing = asyncio.ensure_future(d.post("/v1/embeddings", input="x"))
             await until(lambda: d.router.admission.num_queued == 1)
+            assert d.count("requests_waiting") == d.count("requests_in_progress") == 2
             async with d.http.get(f"{d.url}/v1/what") as response:
                 assert response.status == 200  # what has no body is small
             await end(first)

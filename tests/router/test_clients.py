@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.router.harness import FAST, deployed, raw_exchange, run, until
-from vllm_ascend_pd.router.config import Limits
+from vllm_ascend_pd.router.config import Limits, Retries
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
@@ -254,5 +254,35 @@ def test_requests_that_wait_for_their_first_byte_are_counted() -> None:
             d.decodes[0].script("status(422)")
             assert (await d.post())[0] == 422
             assert d.count("requests_waiting") == 0
+
+    run(test)
+
+
+def test_batch_waits_as_one_request() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            d.decodes[0].token_s = 0.05
+            chats = [[{"role": "user", "content": f"Question {i}"}] for i in range(5)]
+            posting = asyncio.ensure_future(
+                d.post("/v1/chat/completions/batch", messages=chats, max_tokens=4)
+            )
+            await until(lambda: d.decodes[0].num_in_progress > 1)
+            assert d.count("requests_in_progress") == d.count("requests_waiting") == 1
+            await posting
+
+    run(test)
+
+
+@pytest.mark.parametrize("fault", ["ok", "stall(3)"])
+def test_gaps_of_a_stream_are_those_between_its_pieces(fault: str) -> None:
+    """A stream of four tokens; what an engine that has fallen silent is given up after is none."""
+
+    async def test() -> None:
+        async with deployed(config=replace(FAST, retries=Retries(resume="off"))) as d:
+            d.decodes[0].token_s = 0.02
+            d.decodes[0].script(fault)
+            await d.post(stream=True, max_tokens=4)
+            assert 2 <= d.count("itl_seconds_count") <= 4
+            assert d.count("itl_seconds_sum") < FAST.timeouts.idle_s
 
     run(test)

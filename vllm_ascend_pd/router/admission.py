@@ -170,7 +170,7 @@ class Admission:
         finally:
             deadline.cancel()
             self._leave(waiter, key)
-        self._metrics.queue.observe(time.monotonic() - waiter.since)
+            self._metrics.queue.observe(time.monotonic() - waiter.since)
         return outcome
 
     def look(self) -> None:

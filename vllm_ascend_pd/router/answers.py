@@ -190,6 +190,7 @@ class EventStream:
         return self._answer
 
     async def _begin(self, response: Response) -> None:
+        self._metrics.begun(self._trace)
         self._trace.status = response.status
         self._answer = web.StreamResponse(status=response.status, headers=self._headers)
         self._answer.headers.extend(answer_headers(response.headers, self._trace.request_id))
@@ -215,9 +216,10 @@ class EventStream:
                     return failure
             response.set_deadline(self.idle_s, "the next token")
             piece = await response.next()
-            now = time.monotonic()
-            self._metrics.itl.observe(now - last)
-            last = now
+            if isinstance(piece, bytes):
+                now = time.monotonic()
+                self._metrics.itl.observe(now - last)
+                last = now
         if record is not None:
             if record.is_done:
                 return None

@@ -262,7 +262,7 @@ class Router:
     ) -> web.StreamResponse:
         """What all requests to engines have in common: a key, an id, one outcome, a log line."""
         trace = Trace(request, request_id(request))
-        self.metrics.num_requests += 1
+        self.metrics.came(trace)
         try:
             if not self._is_authorized(request):
                 return self._refuse(trace, 401, "unauthorized", "a valid API key is needed")
@@ -283,7 +283,6 @@ class Router:
             logger.exception("request %s", trace.request_id)
             raise
         finally:
-            self.metrics.num_requests -= 1
             self.metrics.ended(trace)
             self.access_log.write(trace)
 

@@ -182,6 +182,7 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
         response.headers["x-request-id"] = trace.request_id
+        trace.num_bytes = len(response.body) if isinstance(response.body, bytes) else 0
         _fold(traces, trace, response.status)
         return response
 
@@ -227,6 +228,7 @@ def _fold(traces: list[Trace], trace: Trace, status: int) -> None:
     trace.status = status
     trace.num_attempts = sum(one.num_attempts for one in traces)
     trace.num_answer_tokens = sum(one.num_answer_tokens for one in traces)
+    trace.num_moves = sum(one.num_moves for one in traces)
     trace.stages = [stage for one in traces for stage in one.stages]
     trace.error = next((one.error for one in traces if one.error), "")
     ended = {one.outcome for one in traces if one.status == status} or {"failed"}

@@ -100,13 +100,27 @@ class Metrics:
         self.num_requests = 0
         """In progress now."""
         self.num_waiting = 0
-        """Of them, those for engines whose answer has not begun."""
+        """Of them, those whose answer has not begun."""
         self.num_queued: Callable[[], int] = lambda: 0
-        """Of those, the ones that engines have no room for."""
+        """What engines have no room for: requests, chats of batches, and running requests that are
+        to go on elsewhere."""
         self._timelines: deque[Timeline] = deque(maxlen=NUM_TIMELINES)
+
+    def came(self, trace: Trace) -> None:
+        """A request."""
+        self.num_requests += 1
+        self.num_waiting += 1
+        trace.is_waiting = True
+
+    def begun(self, trace: Trace) -> None:
+        """The answer to a request; of a part of one nothing is said."""
+        self.num_waiting -= trace.is_waiting
+        trace.is_waiting = False
 
     def ended(self, trace: Trace) -> None:
         """A request, in whatever way."""
+        self.num_requests -= 1
+        self.begun(trace)
         self.add("requests", trace.outcome)
         if trace.tenant is not None:
             self.add("tenant_requests", trace.tenant.name, trace.outcome)

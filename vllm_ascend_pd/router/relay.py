@@ -132,18 +132,13 @@ class Relay:
     background: Background
 
     async def serve(self, job: Job) -> web.StreamResponse:
-        """One request, counted as waiting until its answer begins."""
-        self.metrics.num_waiting += 1
+        """One request."""
         retries = self.config.retries
         if retries.resume != "off":
             job.promise = promise(job.body, retries.resume, retries.tool_call_parser)
             if job.body.is_stream and job.promise.kind != "none":
                 job.shows_token_ids = ask_for_token_ids(job.body)
-        try:
-            return await self._serve(job)
-        finally:
-            if job.trace.ttft_s is None:
-                self.metrics.num_waiting -= 1
+        return await self._serve(job)
 
     async def _serve(self, job: Job) -> web.StreamResponse:
         """Attempts, until one answers or none is left."""
@@ -361,7 +356,7 @@ class Relay:
         now = time.monotonic()
         job.trace.ttft_s = now - job.trace.started
         self.metrics.first_byte(job.trace.ttft_s)
-        self.metrics.num_waiting -= 1
+        self.metrics.begun(job.trace)
         return now
 
     async def _stream(

@@ -230,7 +230,7 @@ class Snapshot(msgspec.Struct):
     num_waiting: int = 0
     """Of them, those whose answer has not begun."""
     num_queued: int = 0
-    """Of those, the ones that engines have no room for."""
+    """What engines have no room for."""
     instances: list[InstanceSnapshot] = []
     break_evens: dict[str, int] = {}
     """By model: tokens up to which D computes a prompt itself, as measured."""
@@ -312,7 +312,7 @@ class _Families(Collector):
         for name, text, value in (
             ("requests_in_progress", "Requests in progress", snapshot.num_requests),
             ("requests_waiting", "Of them, those without a first byte", snapshot.num_waiting),
-            ("requests_queued", "Of those, the ones that wait for room", snapshot.num_queued),
+            ("requests_queued", "Requests, and parts of some, without room", snapshot.num_queued),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
         text = "Prompts of up to so many tokens are computed by an idle D, as measured"

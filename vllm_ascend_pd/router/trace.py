@@ -85,6 +85,8 @@ class Trace:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     """For engines."""
     started: float = field(default_factory=time.monotonic)
+    is_waiting: bool = False
+    """Counted among those whose answer has not begun."""
     outcome: str = "disconnected"
     model: str = ""
     order: str = ""

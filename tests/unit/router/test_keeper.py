@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from tests.router.harness import FAST, run, until
+from tests.unit.router.test_snapshot import instance
 from vllm_ascend_pd.operating import MoveOrder
 from vllm_ascend_pd.processes.child import Child, ChildSpec, State
 from vllm_ascend_pd.registration import TTL_S
@@ -63,6 +64,35 @@ def test_worker_that_ends_while_it_is_asked_counts_once(tmp_path: Path) -> None:
         is_ending = True
         assert (await keeper.collect()).counters["requests"] == [((), 7.0)]
         assert (await keeper.collect()).counters["requests"] == [((), 7.0)]
+        await keeper.close()
+        await runner.cleanup()
+
+    run(test)
+
+
+def test_legs_to_an_engine_that_is_gone_are_forgotten(tmp_path: Path) -> None:
+    """Also those that a worker has counted that has ended; not while one has yet to tell."""
+
+    async def test() -> None:
+        keeper = Keeper(tmp_path, replace(FAST, num_workers=1))
+        worker = keeper.workers["0"]
+        legs = [(("d0", "decode", "ok"), 3.0), (("d1", "decode", "ok"), 4.0)]
+        worker.last = Snapshot(counters={"legs": legs})
+        ended = child(keeper, "0")
+        ended.state = State.STOPPED
+        keeper.changed(ended)
+        assert (await keeper.collect()).counters["legs"] == legs
+
+        async def snapshot(request: web.Request) -> web.Response:
+            return web.Response(body=msgspec.json.encode(Snapshot(instances=[instance("d1")])))
+
+        app = web.Application()
+        app.router.add_get("/snapshot", snapshot)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.UnixSite(runner, str(tmp_path / "0")).start()
+        worker.announced = True
+        assert (await keeper.collect()).counters["legs"] == legs[1:]
         await keeper.close()
         await runner.cleanup()
 

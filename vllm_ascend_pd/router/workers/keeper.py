@@ -80,6 +80,11 @@ class RouterWorker:
         self.num_silent = 0
         """Times in a row that it did not say what it counted."""
 
+    @property
+    def has_told(self) -> bool:
+        """What it has counted, and knows, by now."""
+        return self.announced and not self.num_silent
+
     async def is_up(self, group: int) -> bool:
         return self.announced
 
@@ -140,7 +145,16 @@ class Keeper:
         """Of all workers, those that ended too: no count ever goes back."""
         async with self._collecting:
             await asyncio.gather(*(self._read(*item) for item in self.workers.items()))
+            if all(worker.has_told for worker in self.workers.values()):
+                self._forget_gone()
             return add_up([self._ended], [worker.last for worker in self.workers.values()])
+
+    def _forget_gone(self) -> None:
+        """Legs to engines that no worker knows any more, as each worker does of its own."""
+        counters = self._ended.counters
+        known = {one.instance_id for w in self.workers.values() for one in w.last.instances}
+        legs = [(labels, n) for labels, n in counters.get("legs", ()) if labels[0] in known]
+        self._ended = msgspec.structs.replace(self._ended, counters={**counters, "legs": legs})
 
     def changed(self, child: Child) -> None:
         """A worker's process has another state."""
