@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from tests.router.harness import FAST, STRICT, Deployment, deployed, events, free_port, run, until
+from tests.router.moving import Client, move
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import Role
@@ -114,6 +115,23 @@ def test_who_waits_too_long_gets_429() -> None:
             assert d.count("requests_total", outcome="refused") == 1
             await end(first)
             assert (await d.post())[0] == 200
+
+    run(test)
+
+
+def test_move_that_waits_too_long_refuses_nobody() -> None:
+    async def test() -> None:
+        config = limited(timeout_s=0.05, config=replace(FAST, policy="least-loaded"))
+        async with deployed(0, 2, config, token_s=0.02) as d:
+            clients = [Client(d, name) for name in ("one", "two")]
+            for client in clients:
+                await client.has(1)
+            [report] = await move(d)
+            assert (report["outcome"], report["cause"]) == ("stayed", "unavailable")
+            assert d.count("queue_seconds_count") == 1
+            assert d.count("refused_total", reason="deadline") == 0
+            for client in clients:
+                await client.rest()
 
     run(test)
 

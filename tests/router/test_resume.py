@@ -190,14 +190,17 @@ def test_stream_goes_on_a_limited_number_of_times() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("fault", ["close", "status(500)", "reset", "garbage"])
+@pytest.mark.parametrize("fault", ["close", "status(500)", "reset", "garbage", "dead(0)"])
 def test_engine_that_cannot_go_on_is_followed_by_another(fault: str) -> None:
     async def test() -> None:
         async with deployed(1, 3, PATIENT) as d:
-            d.decodes[1].script(fault)
+            for engine in d.decodes[1:]:
+                engine.script(fault)
             got = await broken(d, "break(2)")
             assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
             assert got[-1] == "[DONE]"
+            assert got[-2]["provenance"]["resumed"] == 1
+            assert len(resumes(d)) == 3
 
     run(test)
 

@@ -103,6 +103,7 @@ class _Waiter:
 
     request: Routed
     turn: Turn
+    again: bool
     wish: _Wish
     outcome: asyncio.Future[Outcome]
     since: float = field(default_factory=time.monotonic)
@@ -147,9 +148,10 @@ class Admission:
             if not isinstance(placed, Full):
                 return placed
         if self.num_queued >= self._queueing.max_queued and not again:
-            return self._refused("full", f"{self.num_queued} requests wait already")
+            self._metrics.add("refused", "full")
+            return self._too_many(f"{self.num_queued} requests wait already")
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        return await self._wait(_Waiter(request, turn, self._wish(request), outcome), key)
+        return await self._wait(_Waiter(request, turn, again, self._wish(request), outcome), key)
 
     async def _wait(self, waiter: _Waiter, key: tuple[str | None, bool]) -> Outcome:
         loop = asyncio.get_running_loop()
@@ -222,11 +224,12 @@ class Admission:
 
     def _expire(self, waiter: _Waiter) -> None:
         if not waiter.outcome.done():
+            if not waiter.again:  # else it has an engine yet, or another one's failure is told
+                self._metrics.add("refused", "deadline")
             message = f"no engine had room within {self._queueing.timeout_s:g} s"
-            waiter.outcome.set_result(self._refused("deadline", message))
+            waiter.outcome.set_result(self._too_many(message))
 
-    def _refused(self, reason: str, message: str) -> TooMany:
-        self._metrics.add("refused", reason)
+    def _too_many(self, message: str) -> TooMany:
         now = time.monotonic()
         longest_s = max((now - _first(line).since for line in self._lines.values()), default=0)
         after_s = min(max(1, math.ceil(longest_s)), MAX_RETRY_AFTER_S)

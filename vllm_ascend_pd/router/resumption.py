@@ -108,6 +108,7 @@ class Resumption:
     async def _engines_in_turn(self, job: Job, broken: Broken, transcript: Transcript) -> str:
         """What came of the last attempt."""
         needs_usage = wants_usage(job.body)
+        num_attempts = 0
         while True:
             if transcript.has_finished and (transcript.has_usage or not needs_usage):
                 await broken.events.write(DONE)
@@ -117,9 +118,9 @@ class Resumption:
                 if outcome == "ok" or transcript.obstacle() is not None:
                     return outcome
                 continue
-            if job.trace.num_resumes == self.config.retries.max_resumes:
+            if num_attempts == self.config.retries.max_resumes:
                 return "limit"
-            job.trace.num_resumes += 1
+            num_attempts += 1
             outcome = await self._counted(job, broken, transcript)
             if outcome in FINAL or transcript.obstacle() is not None:
                 return outcome
@@ -190,6 +191,7 @@ class Resumption:
 
         def began() -> None:
             now = time.monotonic()
+            trace.num_resumes += is_resumed
             waited(now - since)
             if broken.stage is not None:
                 broken.stage.first_token_s = now
@@ -198,7 +200,8 @@ class Resumption:
             job.answered()
 
         events.idle_s = idle_s
-        splice = Splice(transcript, told_of(trace, job.promise), began)
+        told = told_of(trace, job.promise, trace.num_resumes + is_resumed)
+        splice = Splice(transcript, told, began)
         with self.moves.answering(job, leg.instance) as answering:
             answering.begin(stream.response, transcript)
             failure = await events.relay(stream, splice)
@@ -271,7 +274,7 @@ class Resumption:
         return {one: ", ".join(names) for one, names in differing.items() if names}
 
 
-def told_of(trace: Trace, promised: Promise) -> dict[str, Any]:
+def told_of(trace: Trace, promised: Promise, num_resumes: int) -> dict[str, Any]:
     """The provenance of a stream's last chunks."""
-    told = {"resumed": trace.num_resumes, "kind": promised.kind}
+    told = {"resumed": num_resumes, "kind": promised.kind}
     return told | {"moved": trace.num_moves} if trace.num_moves else told

@@ -43,7 +43,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "prefill_skips": ("Requests without a prefill leg, by reason", ("reason",)),
     "releases": ("Prompts given back that no decode engine took, by how that ended", ("outcome",)),
     "refused": (
-        "Requests that waited too long for room, or found too many waiting",
+        "Requests that got 429: they waited too long for room, or found too many waiting",
         ("reason",),
     ),
     "tenant_requests": ("Requests of a tenant, by how they ended", ("tenant", "outcome")),

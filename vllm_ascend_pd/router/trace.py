@@ -94,6 +94,7 @@ class Trace:
     decode: str = ""
     num_attempts: int = 0
     num_resumes: int = 0
+    """Engines that have gone on with a broken stream: the client has got something of each."""
     num_moves: int = 0
     tenant: Tenant | None = None
     """Whose request it is, if the router tells tenants apart."""
