@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from dataclasses import replace
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.router.harness import FAST, deployed, run
+from tests.router.harness import FAST, deployed, run, until
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.access_log import AccessLog, as_json, as_text, describe
 from vllm_ascend_pd.router.config import set_up_logging
@@ -61,6 +62,27 @@ def test_line_of_a_batch_says_how_long_its_answer_is(caplog: pytest.LogCaptureFi
             [line] = map(json.loads, lines(caplog))
             assert line["num_bytes"] == len(body)
             assert line["num_attempts"] == 2
+
+    run(test)
+
+
+def test_line_of_a_batch_whose_client_has_left_says_who_had_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, ACCESS)
+
+    async def test() -> None:
+        async with deployed(config=replace(FAST, access_log="json")) as d:
+            d.decodes[0].script("hang, hang")
+            chats = [[{"role": "user", "content": content}] for content in ("one", "two")]
+            posting = asyncio.ensure_future(d.post("/v1/chat/completions/batch", messages=chats))
+            await until(lambda: d.decodes[0].num_in_progress == 2)
+            posting.cancel()
+            await until(lambda: bool(lines(caplog)))
+            [line] = map(json.loads, lines(caplog))
+            assert (line["outcome"], line["num_attempts"]) == ("disconnected", 2)
+            names = {i.spec.role: i.instance_id for i in d.router.registry}
+            assert (line["prefill"], line["decode"]) == (names["prefill"], names["decode"])
 
     run(test)
 

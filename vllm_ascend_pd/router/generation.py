@@ -181,9 +181,12 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            _fold(traces, trace)
         response.headers["x-request-id"] = trace.request_id
         trace.num_bytes = len(response.body) if isinstance(response.body, bytes) else 0
-        _fold(traces, trace, response.status)
+        trace.status = response.status
+        ended = {one.outcome for one in traces if one.status == trace.status} or {"failed"}
+        trace.outcome = ended.pop()
         return response
 
 
@@ -220,16 +223,13 @@ def _merge(answers: list[web.Response], trace: Trace) -> web.Response:
     return web.Response(body=body, content_type="application/json")
 
 
-def _fold(traces: list[Trace], trace: Trace, status: int) -> None:
+def _fold(traces: list[Trace], trace: Trace) -> None:
     """The story of a batch is that of its chats."""
     for name in ("model", "order", "prefill", "decode"):
         told = dict.fromkeys(getattr(one, name) for one in traces)
         setattr(trace, name, ",".join(filter(None, told)))
-    trace.status = status
     trace.num_attempts = sum(one.num_attempts for one in traces)
     trace.num_answer_tokens = sum(one.num_answer_tokens for one in traces)
     trace.num_moves = sum(one.num_moves for one in traces)
     trace.stages = [stage for one in traces for stage in one.stages]
     trace.error = next((one.error for one in traces if one.error), "")
-    ended = {one.outcome for one in traces if one.status == status} or {"failed"}
-    trace.outcome = ended.pop()
