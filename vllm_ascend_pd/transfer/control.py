@@ -20,6 +20,7 @@ from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.net.listener import Listener, listen
 from vllm_ascend_pd.net.peers import Peers
 from vllm_ascend_pd.net.reactor import Reactor
+from vllm_ascend_pd.net.trust import Reason
 from vllm_ascend_pd.transfer.early_opens import EarlyOpens, num_hashes
 from vllm_ascend_pd.types import Cause, Endpoint
 from vllm_ascend_pd.wire import (
@@ -103,7 +104,7 @@ class ControlServer(Reactor):
         try:
             message = decode_control(payload)
         except TransferError as e:
-            logger.warning("dropped a frame of a peer: %s", e)
+            self._trust.note_refused(Reason.MALFORMED, f"a message of a peer ({e})")
             return
         if isinstance(message, Extend | Ready) or (isinstance(message, Open) and message.running):
             if self.of_running.qsize() < _MAX_WAITING:

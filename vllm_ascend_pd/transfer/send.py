@@ -126,7 +126,7 @@ class DataServer(Reactor):
         try:
             message = decode_data(payload)
         except TransferError as e:
-            logger.warning("dropped a frame of a peer: %s", e)
+            self._trust.note_refused(Reason.MALFORMED, f"a message of a peer ({e})")
             return
         if not isinstance(message, Fetch | Watch):
             return

@@ -71,7 +71,8 @@ class Producer:
         self.book = LeaseBook(Epoch("epoch"), "same", LEASE_S, self.clock)
         self.book.page_servers = (PAGE_SERVER,)
         self.wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.server = ControlServer(self.book, self.wake, trust or Trust(), arrival_timeout_s)
+        self.trust = trust or Trust()
+        self.server = ControlServer(self.book, self.wake, self.trust, arrival_timeout_s)
         self.endpoint = self.server.listen(host, port)
         self.server.start()
 
@@ -402,15 +403,16 @@ def test_late_answer_is_not_taken_for_a_later_open(
 # Garbage.
 
 
-def test_server_drops_garbage_and_answers_the_next(producer: Producer) -> None:
+def test_server_refuses_garbage_and_answers_the_next(producer: Producer) -> None:
     producer.lease()
     good = encode(make_open())
     bad_text = good.replace(b"\xa5epoch", b"\xa5epoc\xff")
-    garbage = (b"", b"\xc1", b"garbage", b"\x91" * 5000, bad_text, encode(Heartbeat((), "")))
+    garbage = (b"", b"\xc1", b"garbage", b"\x91" * 5000, bad_text)
     with connected(producer.endpoint) as peer:
-        peer.send(*garbage, good)
+        peer.send(*garbage, encode(Heartbeat((), "")), good)
         answer = decode_control(peer.receive())
     assert isinstance(answer, Opened)
+    assert producer.trust.take_refused() == {"malformed": len(garbage)}
 
 
 def test_client_survives_garbage_from_a_producer(

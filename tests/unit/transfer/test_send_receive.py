@@ -680,7 +680,7 @@ def test_fetch_that_makes_no_sense_is_answered_and_holds_no_slot(
     wait_until(lambda: pair.send_pool.num_free == NUM_SLOTS)
 
 
-def test_garbage_is_dropped_and_the_next_fetch_served(make_pair: Callable[..., Pair]) -> None:
+def test_garbage_is_refused_and_the_next_fetch_served(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     pair.grant(0, 1)
     good = encode(make_fetch(pair))
@@ -688,6 +688,7 @@ def test_garbage_is_dropped_and_the_next_fetch_served(make_pair: Callable[..., P
     assert bad_text != good
     answer = ask(pair, b"", b"\xc1", b"garbage", bad_text, encode(Fetched(1, 2)), good)
     assert answer.cause == ""
+    assert pair.trust.take_refused() == {"malformed": 4}
 
 
 def test_last_slot_is_for_a_peer_without_a_write(make_pair: Callable[..., Pair]) -> None:
