@@ -73,10 +73,11 @@ class LivePageWrites:
         """Nobody waits for this answer any more, but the write may still come."""
         self._given_up[fetch_id] = flight
 
-    def on_late_answer(self, fetch_id: int, cause: str) -> None:
-        """Of a write that was given up, if it was."""
-        late = self._given_up.pop(fetch_id, None)
-        if late is not None:
+    def on_late_answer(self, peer: Endpoint, fetch_id: int, cause: str) -> None:
+        """Of a write that was given up, if it was, and is this peer's."""
+        late = self._given_up.get(fetch_id)
+        if late is not None and late.load.peer == peer:
+            del self._given_up[fetch_id]
             self.settle_answered(late.load, cause)
 
     def settle_answered(self, load: PeerLoad, cause: str) -> None:

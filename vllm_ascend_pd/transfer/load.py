@@ -82,8 +82,8 @@ class PeerLoad(Load):
     is_complete: bool = True
     """Whether all pieces are known; an awaited load learns of them bit by bit."""
     watched_at: float = 0.0
-    progress: Progress | None = None
-    """What the producer said last; an answer that says the same again prolongs nothing."""
+    furthest: tuple[int, int] = (0, 0)
+    """How far the producer has ever said to be; saying less, or the same again, prolongs nothing."""
     num_unsettled: int = 0
     """Pieces that the producer writes right into the pages, and may still be writing. Under the
     lock, as what is asked for after the end would be written into somebody else's blocks."""
@@ -167,10 +167,16 @@ class PeerLoad(Load):
         """
         spec, indices = self.spec, self.blocks.indices
         assert spec.num_awaited is not None
-        if progress != self.progress and (progress.num_ready or progress.num_layers_done):
+        first = self.source.layers.first if self.source.layers is not None else 0
+        num_layers_done = self.pages.num_among(progress.num_layers_done - self.source.skip + first)
+        far = (
+            sum(min(num, spec.num_awaited) for num in (progress.num_ready, progress.num_coming)),
+            num_layers_done,
+        )
+        if far > self.furthest and (progress.num_ready or num_layers_done):
             # It computes: from here on the term runs anew with every sign of that.
+            self.furthest = far
             self.deadline = max(self.deadline, self.clock() + spec.timeout_s)
-        self.progress = progress
         is_last = progress.num_ready >= spec.num_awaited
         num_ready, num_coming = (
             # At the end all of them: what the producer does not have it refuses.
@@ -179,8 +185,6 @@ class PeerLoad(Load):
             else len(indices)
             for num_tokens in (progress.num_ready, progress.num_coming)
         )
-        first = self.source.layers.first if self.source.layers is not None else 0
-        num_layers_done = self.pages.num_among(progress.num_layers_done - self.source.skip + first)
         ready = [
             max(planned, num_coming if layer < num_layers_done else num_ready)
             for layer, planned in enumerate(self.num_planned)

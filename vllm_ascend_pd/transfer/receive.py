@@ -260,11 +260,14 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
 
     def _flight_deadline(self, flight: InFlight) -> float:
         """A step waits only while its producer answers something; a parked load for its term,
-        unless it has ended: then its slots are for others.
+        unless it has ended: then its slots are for others, whatever else its producer says.
         """
-        if not flight.load.spec.in_step and flight.load.ended is None:
-            return flight.load.deadline
-        heard_at = self._heard_at.get(flight.load.peer, 0.0)
+        load = flight.load
+        if not load.spec.in_step and load.ended is None:
+            return load.deadline
+        heard_at = self._heard_at.get(load.peer, 0.0)
+        if load.ended is not None:
+            heard_at = min(heard_at, load.started + load.ended.elapsed_ms / 1000)
         return max(flight.sent_at, heard_at) + self.answer_timeout_s
 
     def _send_fetches(self) -> None:
@@ -355,9 +358,9 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
             self._rings.on_packing(peer, message.fetch_id)
         if not isinstance(message, Fetched):
             return
-        self._live_pages.on_late_answer(message.fetch_id, message.cause)
+        self._live_pages.on_late_answer(peer, message.fetch_id, message.cause)
         flight = self._in_flight.get(message.fetch_id)
-        if flight is None:
+        if flight is None or flight.load.peer != peer:
             return
         if message.transport in self._sessions:  # it becomes a label of a metric
             flight.load.transport = message.transport

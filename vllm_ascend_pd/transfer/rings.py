@@ -68,7 +68,7 @@ class Rings:
         """It waits until there is room."""
         self._look(peer)
         flight = self._in_flight.get(fetch_id)
-        if flight is not None:
+        if flight is not None and flight.load.peer == peer:
             flight.is_ring_full = True
 
     def _look(self, peer: Endpoint) -> None:

@@ -538,8 +538,9 @@ def test_nothing_is_written_after_a_copy_has_failed(host: BlockCopier, method: s
     """Its blocks are free then."""
     device = LaunchesAPart()
     copier = DeviceBlockCopier(device, host)
+    memory, staging = Memory("one run"), Staging()
     with pytest.raises(RuntimeError, match="out of memory"):
-        getattr(copier, method)(Memory("one run").layout, ids(4), Staging().region)
+        getattr(copier, method)(memory.layout, ids(4), staging.region)
     (stream,) = device.streams
     assert stream.num_done == len(stream.work) > 0
 

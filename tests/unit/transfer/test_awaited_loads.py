@@ -253,6 +253,22 @@ def test_producer_that_computes_no_further_is_not_waited_for(
     assert prompt.result_in_time().cause == Cause.DEADLINE.value
 
 
+def test_producer_that_computes_to_and_fro_is_not_waited_for(
+    make_prompt: Callable[..., Prompt],
+) -> None:
+    prompt = make_prompt(answer_timeout_s=1000.0)
+    prompt.load(timeout_s=60.0)
+    loader = prompt.pair.loader
+    for num_ready in (1, 2) * 5:
+        heard_at = dict(loader._heard_at)
+        prompt.begin_step(num_ready, num_ready)
+        wait_until(lambda before=heard_at: loader._heard_at != before)
+        prompt.pair.pass_time(30.0)
+        if results := loader.take_results():
+            break
+    assert [result.cause for result in results] == [Cause.DEADLINE.value]
+
+
 def test_silent_producer_is_given_up(make_prompt: Callable[..., Prompt]) -> None:
     prompt = make_prompt()
     prompt.pair.server._watchers.add = lambda identity, message: None  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.transfer.raw_peers import connected
+from tests.unit.transfer.raw_peers import RawServer, connected
 from tests.unit.transfer.test_awaited_loads import Prompt
 from tests.unit.transfer.test_send_receive import (
     LIMIT_S,
@@ -337,6 +337,26 @@ def test_write_that_does_not_end_holds_up_no_other_peer(
     assert pair.loader.take_rested() == []
     pair.engine.end_delays()
     pair.wait_rested(spec)
+
+
+def test_answer_of_another_producer_is_none(make_pair: Callable[..., DirectPair]) -> None:
+    """It knows its own fetch, and so the numbers of those before."""
+    pair = make_pair(FOREVER)
+    pair.grant(3)
+    pair.start((0,), (7,))
+    pair.wait_written(1)
+    with RawServer() as other:
+        mine = pair.start((0,), (8,), peer=other.endpoint)
+        peer = other.accept()
+        fetch = decode_data(peer.receive())
+        assert isinstance(fetch, Fetch)
+        answers = Fetched(fetch.fetch_id - 1, 0), Fetched(fetch.fetch_id, 0, Cause.EVICTED.value)
+        peer.send(*map(encode, answers))
+        result = pair.result()
+    assert (result.load_id, result.cause) == (mine.load_id, Cause.EVICTED.value)
+    pair.engine.end_delays()
+    assert pair.result().cause == ""
+    expect_loaded(pair, (3,), (7,))
 
 
 # Fences.

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from tests.pages import NUM_BLOCKS, NUM_LAYERS, PAGE, DevicePages, Pages, one_group
-from tests.unit.transfer.raw_peers import connected, silent_server
+from tests.unit.transfer.raw_peers import RawServer, connected, silent_server
 from vllm_ascend_pd.backends.block_copy import (
     BlockCopier,
     GroupPages,
@@ -41,7 +41,7 @@ from vllm_ascend_pd.transfer.load import LoadSpec
 from vllm_ascend_pd.transfer.receive import PeerLoader
 from vllm_ascend_pd.transfer.send import DataServer
 from vllm_ascend_pd.types import Cause, Endpoint, LeaseRef, LoadId
-from vllm_ascend_pd.wire import Fetch, Fetched, Worker, decode_data, encode
+from vllm_ascend_pd.wire import Fetch, Fetched, Progress, Worker, decode_data, encode
 
 SLOT_BYTES = 4 * PAGE
 NUM_SLOTS = 4
@@ -495,6 +495,23 @@ def test_piece_that_came_in_time_counts_however_late_it_is_read(
     assert pair.run(pair.spec((0,), (0,))).cause == ""
     assert pair.loader.num_errors == 0
     expect_loaded(pair, (0,), to=(0,))
+
+
+def test_peer_that_talks_of_something_else_keeps_no_slot(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair()
+    with RawServer() as server:
+        spec = pair.spec((0,), (0,), peer=server.endpoint, in_step=False)
+        pair.loader.start_load(spec)
+        peer = server.accept()
+        peer.receive()
+        pair.loader.cancel(spec.load_id)
+        pair.time_passed = 1000.0
+        for _ in range(4):
+            heard_at = dict(pair.loader._heard_at)
+            peer.send(encode(Progress("another", 1, 1, 0)))
+            wait_until(lambda before=heard_at: pair.loader._heard_at != before)
+            pair.pass_time(pair.loader.answer_timeout_s / 2)
+        assert pair.receive_pool.num_free == NUM_SLOTS
 
 
 def test_peer_that_is_not_there_is_noticed_at_once(make_pair: Callable[..., Pair]) -> None:
