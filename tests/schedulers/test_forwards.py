@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
-from vllm import SamplingParams
+from vllm import PoolingParams, SamplingParams
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -596,7 +596,7 @@ def test_both_engines_hash_a_forwarded_request_alike_whatever_its_salt_says_of_w
     assert guest.block_hashes == request.block_hashes != []
 
 
-def test_images_go_with_a_request_and_past_the_cache_of_the_targets_own() -> None:
+def test_images_go_with_a_request_and_past_the_cache_of_the_targets_own(engines: Engines) -> None:
     item = MultiModalKwargsItem(
         {"pixels": MultiModalFieldElem(data=torch.arange(4000.0), field=MultiModalBatchedField())}
     )
@@ -621,7 +621,11 @@ def test_images_go_with_a_request_and_past_the_cache_of_the_targets_own() -> Non
 
     encoder = SimpleNamespace(cache_size=8)
     scheduler = SimpleNamespace(
-        max_model_len=200, max_num_encoder_input_tokens=8, encoder_cache_manager=encoder
+        requests={},
+        vllm_config=engines.config("kv_both", {}),
+        max_model_len=200,
+        max_num_encoder_input_tokens=8,
+        encoder_cache_manager=encoder,
     )
     core = SimpleNamespace(preprocess_add_request=preprocess, scheduler=scheduler)
     encoded = encode_request(request, "r", {})
@@ -639,6 +643,57 @@ def test_images_go_with_a_request_and_past_the_cache_of_the_targets_own() -> Non
         request.mm_features[0] = dataclasses.replace(feature, data=data)
         with pytest.raises(TransferError, match="images without their data"):
             make_guest(core, "r", read_request(encode_request(request, "r", {})), None)
+
+
+def image_at(offset: int, length: int) -> list[MultiModalFeatureSpec]:
+    item = MultiModalKwargsItem(
+        {"pixels": MultiModalFieldElem(data=torch.zeros(4), field=MultiModalBatchedField())}
+    )
+    return [MultiModalFeatureSpec(item, "image", "hash", PlaceholderRange(offset, length))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt_token_ids": [*PROMPT[:-1], 1 << 63]},
+        {"prompt_token_ids": [*PROMPT[:-1], 1 << 20]},
+        {"prompt_token_ids": [-1, *PROMPT[1:]]},
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": None},
+        {"pooling_params": PoolingParams(task="embed")},
+        {"sampling_params": None},
+        {"resumable": True},
+        {"allowed_token_ids": [1 << 40]},
+        {"logit_bias": {-5: 1.0}},
+        {"max_tokens": None},
+        {"max_tokens": 1 << 62},
+        {"mm_features": image_at(1 << 40, 4)},
+        {"mm_features": image_at(0, 1 << 60)},
+        {"mm_features": image_at(-4, 4)},
+    ],
+    ids=lambda changes: str(changes)[:40],
+)
+def test_what_no_front_end_sends_is_no_guest(engines: Engines, changes: dict[str, Any]) -> None:
+    core = Core(engines.make("kv_both"))
+    sent = read_request(encode_request(Request("r", PROMPT, SamplingParams(), None), "r", {}))
+    assert make_guest(core, "r", sent, None).num_prompt_tokens == len(PROMPT)
+    for name, value in changes.items():
+        setattr(sent if hasattr(sent, name) else sent.sampling_params, name, value)
+    with pytest.raises(TransferError):
+        make_guest(core, "r", sent, None)
+
+
+def test_request_of_the_targets_own_is_not_taken_for_a_guest(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(engines, tmp_path)
+    pair.target.add("own", prompt_of(40, 500), max_tokens=NUM_OUTPUT, temperature=0.0)
+    monkeypatch.setattr(forwards_out.secrets, "token_hex", lambda num_bytes: "own")
+    pair.begin()
+    assert pair.run() == {"bad_params": 1}
+    pair.expect_whole()
+    pair.target.run_to_end()
+    pair.target.expect_tokens("own", NUM_OUTPUT)
 
 
 def test_request_that_fits_in_no_message_stays(

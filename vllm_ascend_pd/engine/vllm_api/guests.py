@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import EngineCore, LoRARequest, Request, Scheduler
 
 
+_MAX_PLACEHOLDER = 1 << 31
+"""What stands for an image may be no token of the model's."""
+
+
 def what_stays(scheduler: Scheduler, request: Request) -> str:
     """The feature with which it cannot be sent, if any.
 
@@ -89,9 +93,13 @@ def make_guest(
         vllm/v1/engine/core.py:EngineCore.preprocess_add_request
         vllm/v1/core/sched/scheduler.py:Scheduler.max_num_encoder_input_tokens
         vllm/v1/core/encoder_cache_manager.py:EncoderCacheManager.cache_size
+        vllm/sampling_params.py:SamplingParams.verify
     """
     any_core: Any = core
+    if name in core.scheduler.requests:
+        raise TransferError("a request of this engine has its name")
     try:
+        _check(core.scheduler, sent)
         sent.request_id, sent.client_index, sent.current_wave = name, 0, 0
         sent.lora_request = adapter
         # The front end knows what the cache of its own ones has, and what it evicts.
@@ -100,6 +108,7 @@ def make_guest(
         if features:
             request.mm_features = features
             hash_anew(request)
+        largest = max((f.mm_position.get_num_embeds() for f in request.mm_features), default=0)
     except Exception as e:  # as above
         raise TransferError(f"not a request of this engine: {e!r:.300}") from e
     scheduler: Any = core.scheduler
@@ -108,12 +117,31 @@ def make_guest(
         raise TransferError(f"it may have {end} tokens, and max_model_len is {limit} here")
     if not _are_whole(request.mm_features):
         raise TransferError("it has images without their data")
-    largest = max((f.mm_position.get_num_embeds() for f in request.mm_features), default=0)
     room = min(scheduler.max_num_encoder_input_tokens, scheduler.encoder_cache_manager.cache_size)
     if largest > room:
         raise TransferError(f"an image of {largest} tokens, and {room} can be encoded here")
     guest: Request = request
     return guest
+
+
+def _check(scheduler: Scheduler, sent: EngineCoreRequest) -> None:
+    """What a front end checks, and its engine core relies on; ``ValueError`` if it is not so."""
+    params, token_ids = sent.sampling_params, sent.prompt_token_ids
+    if params is None or sent.pooling_params is not None or not token_ids or sent.resumable:
+        raise ValueError("it is not one answer to a prompt of tokens")
+    config: Any = scheduler.vllm_config
+    # Structured output the other engine's front end has checked: that takes a tokenizer.
+    params.verify(config.model_config, config.speculative_config, None, None)
+    is_image = bytearray(len(token_ids))
+    for feature in sent.mm_features or ():
+        start, num_tokens = feature.mm_position.offset, feature.mm_position.length
+        if not 0 <= start <= start + num_tokens <= len(token_ids):
+            raise ValueError("an image is outside of its prompt")
+        is_image[start : start + num_tokens] = b"\1" * num_tokens
+    vocab_size = config.model_config.get_vocab_size()
+    for token_id, replaced in zip(token_ids, is_image, strict=True):
+        if not 0 <= token_id < (_MAX_PLACEHOLDER if replaced else vocab_size):
+            raise ValueError(f"{token_id} is no token here")
 
 
 def add_guest(core: EngineCore, request: Request) -> None:
