@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,7 +52,8 @@ from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.supported import check_config
 from vllm_ascend_pd.engine.vllm_api.guests import encode_request, make_guest, read_request
 from vllm_ascend_pd.errors import ConfigError, TransferError
-from vllm_ascend_pd.wire import Go, Opened, TokenLogprobs, Told
+from vllm_ascend_pd.transfer.control import OpenOutcome
+from vllm_ascend_pd.wire import Extend, Go, More, Opened, TokenLogprobs, Told
 
 ALL_KINDS = [*KINDS, "take", "more", "told"]
 
@@ -407,6 +409,59 @@ def test_what_is_no_token_is_not_delivered(
     pair.expect_whole()
 
 
+def expect_few_calls(monkeypatch: pytest.MonkeyPatch, target: object, name: str, say: Any) -> None:
+    """``say`` is called instead, and not in a loop."""
+    num_calls = count()
+
+    def call(*args: Any) -> None:
+        assert next(num_calls) < 100
+        say(*args)
+
+    monkeypatch.setattr(target, name, call)
+
+
+def test_target_that_answers_at_once_does_not_hold_up_the_source(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = Pair(engines, tmp_path)
+    pair.begin()
+    pair.step_until(lambda: pair.forwards.holds(pair.source.requests["r"]))
+    with monkeypatch.context() as patched:
+        expect_few_calls(
+            patched,
+            pair.forwards._client,
+            "ask",
+            lambda key, peer, more, outcomes, more_s: outcomes.put(
+                OpenOutcome(key, Told(more.transfer_id, more.num_known, ()))
+            ),
+        )
+        (forward,) = pair.forwards.forwards.values()
+        pair.forwards._take(forward, Told(forward.name, 0, ()))
+        for _ in range(3):
+            pair.source.scheduler.pd.has_pending_work()
+    pair.source.abort("r")
+    pair.run()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("of_running", Extend("unknown", "e", 0)), ("of_guests", More("unknown", "e", 0))],
+)
+def test_peer_that_asks_again_at_once_does_not_hold_up_the_engine(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, name: str, message: Extend | More
+) -> None:
+    engine = engines.make("kv_both")
+    server = engine.scheduler.pd.part(Producer).server
+    asked = getattr(server, name)
+    expect_few_calls(
+        monkeypatch, server, "answer", lambda who, message, _: asked.put((who, message))
+    )
+    asked.put((b"peer", message))
+    for _ in range(3):
+        engine.scheduler.pd.has_pending_work()
+    assert asked.qsize() == 1
+
+
 @pytest.mark.parametrize(
     "other",
     [Go("of another"), Opened("of another", 16, (), "epoch", first_token_follows=True)],
@@ -424,6 +479,27 @@ def test_answer_of_another_kind_gives_the_request_back(
     say_instead(monkeypatch, lambda told: other if bool(told.token_ids) is is_away else told)
     pair.begin()
     assert pair.run() == {"back_bad_params" if is_away else "bad_params": 1}
+    pair.expect_whole()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        TokenLogprobs((5,), (-0.5,), 1 << 40),
+        TokenLogprobs((5,), (-0.5,), -1),
+        TokenLogprobs((5,), (), 1),
+    ],
+    ids=str,
+)
+def test_what_are_no_logprobs_is_not_delivered(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: TokenLogprobs
+) -> None:
+    pair = Pair(engines, tmp_path)
+    say_instead(
+        monkeypatch, lambda told: replace(told, logprobs=tuple(said for _ in told.token_ids))
+    )
+    pair.begin(logprobs=0)
+    assert pair.run() == {"back_incompatible": 1}
     pair.expect_whole()
 
 

@@ -79,7 +79,7 @@ class ForwardsIn(Part):
 
     def settle(self) -> bool:
         self._note_logprobs()
-        while not self._server.of_guests.empty():
+        for _ in range(self._server.of_guests.qsize()):  # sources may ask faster than it is answered
             self._take(*self._server.of_guests.get_nowait())
         paused = is_paused(self._common.scheduler)
         for guest in list(self._guests.values()):

@@ -112,7 +112,7 @@ class ForwardsOut(Part):
         self._busy_until: dict[Endpoint, float] = {}
 
     def settle(self) -> bool:
-        while (outcome := self._next_answer()) is not None:
+        for outcome in self._new_answers():
             forward: _Forward = outcome.key
             if self.forwards.get(forward.request.request_id) is forward:
                 self._take(forward, outcome.answer)
@@ -120,15 +120,19 @@ class ForwardsOut(Part):
             self._ask_for_room()
         return any(forward.told for forward in self.forwards.values())
 
-    def _next_answer(self) -> OpenOutcome | None:
-        """Where all requests are away a step could do nothing, so for a moment it is waited for."""
+    def _new_answers(self) -> list[OpenOutcome]:
+        """Not those to what is asked on them: a peer that answers at once would hold up all others.
+
+        Where all requests are away a step could do nothing, so for a moment one is waited for.
+        """
         forwards, scheduler = self.forwards.values(), self._scheduler
         num_away = sum(f.state is Forwarding.AWAY and not f.told for f in forwards)
         is_idle = num_away and not scheduler.running and num_waiting(scheduler) == num_away
         try:
-            return self._answers.get(timeout=_IDLE_S if is_idle else 0.0)
+            first = self._answers.get(timeout=_IDLE_S if is_idle else 0.0)
         except queue.Empty:
-            return None
+            return []
+        return [first, *(self._answers.get_nowait() for _ in range(self._answers.qsize()))]
 
     # A request goes.
 
@@ -241,7 +245,9 @@ class ForwardsOut(Part):
         if num_each is None:
             return not logprobs
         return len(logprobs) == num_tokens and all(
-            len(of.token_ids) == len(of.logprobs) == num_each + 1 and self._are_tokens(of.token_ids)
+            len(of.token_ids) == len(of.logprobs) == num_each + 1
+            and self._are_tokens(of.token_ids)
+            and 0 <= of.rank <= self._vocab_size
             for of in logprobs
         )
 

@@ -93,7 +93,7 @@ class MovesOut(Part):
         """Why the last ones stayed, for engines that ask once more."""
 
     def settle(self) -> bool:
-        while not self._server.of_running.empty():
+        for _ in range(self._server.of_running.qsize()):  # peers may ask faster than it is answered
             identity, message = self._server.of_running.get_nowait()
             answer = self._answer(identity, message)
             if answer is not None:
