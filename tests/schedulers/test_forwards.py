@@ -531,7 +531,9 @@ REFUSALS: dict[str, Callable[[Pair], object]] = {
     "bad_params ": lambda pair: setattr(
         pair.guests,
         "engine_core",
-        lambda: SimpleNamespace(preprocess_add_request=_not_a_request),
+        lambda: SimpleNamespace(
+            preprocess_add_request=_not_a_request, scheduler=pair.target.scheduler
+        ),
     ),
 }
 

@@ -29,6 +29,7 @@ from tests.schedulers.harness import (
     prompt_of,
     right_token,
 )
+from vllm_ascend_pd.engine.scheduler import moves_in
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.vllm_api.status import preempt
 from vllm_ascend_pd.resume import ResumeKey, RunningAt
@@ -320,6 +321,24 @@ def test_windows_slide_while_they_are_copied(
     assert min(i for group, i in loaded[0] if group) >= first_needed
     left_for_the_stop = {i for _, i in loaded[-1]}
     assert len(left_for_the_stop) <= 3, "two blocks and the tail"
+
+
+def test_transfer_id_of_a_move_may_be_that_of_a_request(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other engine chooses it."""
+    move = Move(engines, **PATIENT)
+    move.source.add("own", prompt_of(40, 500), {"do_remote_decode": True}, max_tokens=1)
+    move.source.run_to_end()
+    monkeypatch.setattr(moves_in.secrets, "token_hex", lambda num_bytes: "own")
+    move.begin()
+    move.run()
+    assert move.outcome == "exact"
+    move.expect_one_answer()
+    producer = move.source.scheduler.pd.part(Producer)
+    assert producer.counts()["prompts"] == 1
+    producer.revoke_all()
+    assert not any(producer.counts().values())
 
 
 def test_question_that_comes_again_gives_nothing_up(

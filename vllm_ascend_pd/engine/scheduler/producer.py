@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 
 logger = limited_logger(__name__)
+
+_Key: TypeAlias = "str | tuple[TransferId]"
+"""The id of a request for a prompt; of what is lent the transfer id, which its peer has chosen."""
 
 
 @dataclass(slots=True, eq=False)
@@ -90,8 +93,8 @@ class Producer(Part):
         self.busy = False
         """Whether there may be something to tell the worker with a step."""
         self._expected: dict[str, Request] = {}
-        self._prompts: dict[str, _Prompt] = {}
-        self._keys: dict[Lease, str] = {}
+        self._prompts: dict[_Key, _Prompt] = {}
+        self._keys: dict[Lease, _Key] = {}
         """Of ``_prompts``."""
         self._held: set[_Prompt] = set()
         self._extended: dict[Lease, Grant] = {}
@@ -245,7 +248,7 @@ class Producer(Part):
         tables = tuple(group.block_ids for group in lease.span.groups)
         return Grant(lease.ref, self.epoch, tables, num_ready, num_coming)
 
-    def _keep(self, key: str, lease: Lease) -> _Prompt:
+    def _keep(self, key: _Key, lease: Lease) -> _Prompt:
         prompt = self._prompts[key] = _Prompt(lease)
         self._keys[lease] = key
         self.book.grant(lease)
@@ -321,7 +324,7 @@ class Producer(Part):
         pinned that it gives up itself while it goes on, see ``extend``.
         """
         lease = self._make_lease(request, transfer_id, False)
-        self._keep(transfer_id, lease)
+        self._keep((transfer_id,), lease)
         self.book.finish(lease)
         self.busy = True
         return lease
@@ -347,7 +350,7 @@ class Producer(Part):
             for block in table
             if not block.is_null
         ]
-        prompt = self._prompts[lease.transfer_id]
+        prompt = self._prompts[self._keys[lease]]
         self._manager.block_pool.touch(sliding)
         self._manager.block_pool.free_blocks(reversed(prompt.pinned))
         prompt.pinned = sliding
