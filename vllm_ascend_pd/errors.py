@@ -11,6 +11,9 @@ Expected outcomes (a lease that expired, a read that failed) are values, not exc
 """
 
 
+_MAX_BRIEF = 300
+
+
 class PDError(Exception):
     """Base of all errors of vllm_ascend_pd."""
 
@@ -29,3 +32,8 @@ class BackendError(PDError):
 
 class StateError(PDError):
     """An event that cannot come in this state, see ``vllm_ascend_pd.states``."""
+
+
+def brief(error: Exception) -> str:
+    """What it says, on one line of a log: who has caused it may have chosen some of the words."""
+    return repr(str(error))[1:-1][:_MAX_BRIEF]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.errors import TransferError, brief
 from vllm_ascend_pd.wire import Name, Port, Text
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         try:
             resume = msgspec.convert(value, cls)
         except msgspec.ValidationError as e:
-            raise TransferError(f"kv_transfer_params.{RESUME}: {e}") from e
+            raise TransferError(f"kv_transfer_params.{RESUME}: {brief(e)}") from e
         if not resume.output_token_ids and resume.source is None:
             raise TransferError(
                 f"kv_transfer_params.{RESUME}: output_token_ids and source are none"

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.errors import TransferError, brief
 from vllm_ascend_pd.types import Cause, Endpoint, Layers
 
 # History: 1 - first version (prefill first, the consumer asks for pieces).
@@ -392,7 +392,7 @@ def decode_control(frame: bytes) -> ControlMessage:
     try:
         return _control_decoder.decode(frame)
     except _NOT_DECODABLE as e:
-        raise TransferError(f"not a control message: {e}") from e
+        raise TransferError(f"not a control message: {brief(e)}") from e
 
 
 def decode_data(frame: bytes) -> DataMessage:
@@ -400,7 +400,7 @@ def decode_data(frame: bytes) -> DataMessage:
     try:
         return _data_decoder.decode(frame)
     except _NOT_DECODABLE as e:
-        raise TransferError(f"not a data message: {e}") from e
+        raise TransferError(f"not a data message: {brief(e)}") from e
 
 
 def check_name(field: str, value: object) -> str:

@@ -100,6 +100,14 @@ def test_anything_malformed_is_refused_and_the_field_named(field: str, value: ob
         Resume.from_params({**_SIGNED.to_params(), field: value})
 
 
+@pytest.mark.parametrize("name", ["x" * 1_000_000, "x\n2030-01-01 a line of its own"])
+def test_what_is_said_of_an_unknown_field_is_a_short_line(name: str) -> None:
+    with pytest.raises(TransferError, match="unknown field `x") as raised:
+        Resume.from_params({**_SIGNED.to_params(), name: 1})
+    assert len(str(raised.value)) < 500
+    assert "\n" not in str(raised.value)
+
+
 @pytest.mark.parametrize("value", [None, 5, "resume", [], {}])
 def test_what_is_no_resume_at_all_is_refused(value: object) -> None:
     with pytest.raises(TransferError, match=r"kv_transfer_params\.resume"):

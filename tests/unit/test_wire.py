@@ -94,6 +94,19 @@ def test_control_message_is_no_data_message(message: ControlMessage) -> None:
         decode_data(encode(message))
 
 
+@pytest.mark.parametrize("kind", ["x" * 1_000_000, "x\n2030-01-01 a line of its own"])
+@pytest.mark.parametrize("decode", [decode_control, decode_data])
+def test_what_is_said_of_no_message_is_a_short_line(
+    decode: Callable[[bytes], object], kind: str
+) -> None:
+    """A peer has chosen its words, and a log takes it."""
+    with pytest.raises(TransferError) as raised:
+        decode(msgspec.msgpack.encode({"type": kind}))
+    assert "Invalid value 'x" in str(raised.value)
+    assert len(str(raised.value)) < 500
+    assert "\n" not in str(raised.value)
+
+
 def test_open_of_another_version_is_understood_so_far_that_it_can_be_refused() -> None:
     fields = {"type": "open", "version": 7, "fingerprint": "f", "transfer_id": "t", "epoch": ""}
     fields |= {"block_hashes": [b"a"], "num_tail_tokens": 3, "tail_digest": b"b"}

@@ -251,7 +251,7 @@ class DataServer(Reactor):
             return Fetched(fetch.fetch_id, 0, refused.value)
         route = self._transports.route(fetch.sessions)
         if route is None:
-            logger.warning("no transport reaches the peer at %s", fetch.sessions)
+            logger.warning("no transport reaches the peer at %.300s", fetch.sessions)
             return Fetched(fetch.fetch_id, 0, Cause.TRANSFER_FAILED.value)
         assert grant is not None
         if fetch.live is not None:
