@@ -10,7 +10,7 @@ from collections import Counter, deque
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -50,6 +50,8 @@ logger = limited_logger(__name__)
 
 _MAX_WRITES_PER_PEER = 4
 _MAX_QUEUED = 4096
+_MAX_QUEUED_BYTES = 128 << 20
+"""Of their messages, each of which may be as long as one can be."""
 _POLL_S = 100e-6
 _SLOW_POLL_S = 1e-3
 _SLOW_AFTER_S = 0.02
@@ -59,6 +61,14 @@ _CAUSES = {
     TransferStatus.FAILED: Cause.TRANSFER_FAILED.value,
     TransferStatus.RUNNING: Cause.DEADLINE.value,
 }
+
+
+class _Queued(NamedTuple):
+    identity: bytes
+    fetch: Fetch
+    came_at: float
+    num_bytes: int
+    """Of its message."""
 
 
 @dataclass(slots=True)
@@ -103,7 +113,8 @@ class DataServer(Reactor):
         self._grants = grants
         self._allows_host = allows_host
         self.write_timeout_s = write_timeout_s
-        self._queue: deque[tuple[bytes, Fetch, float]] = deque()
+        self._queue: deque[_Queued] = deque()
+        self._num_queued_bytes = 0
         self._writes: deque[_Write] = deque()
         self._rings = RingPackers(pages.copier, grants, write_timeout_s, self._reply, self.attempt)
         self._watchers = Watchers(grants, self._reply)
@@ -134,12 +145,18 @@ class DataServer(Reactor):
             self._refuse(identity, message)
         elif isinstance(message, Watch):
             self._watchers.add(identity, message)
-        elif len(self._queue) < _MAX_QUEUED:
-            self._queue.append((identity, message, self._clock()))
+        elif self._has_room(len(payload)):
+            self._queue.append(_Queued(identity, message, self._clock(), len(payload)))
+            self._num_queued_bytes += len(payload)
         else:
-            logger.warning("refused a fetch: %d others wait already", _MAX_QUEUED)
+            logger.warning("refused a fetch: %d others wait already", len(self._queue))
             failed = Cause.TRANSFER_FAILED.value
             self._reply(identity, Fetched(message.fetch_id, 0, failed))
+
+    def _has_room(self, num_bytes: int) -> bool:
+        """For one more that waits."""
+        has_memory = self._num_queued_bytes + num_bytes <= _MAX_QUEUED_BYTES
+        return len(self._queue) < _MAX_QUEUED and has_memory
 
     def _is_entitled(self, message: Fetch | Watch) -> bool:
         """Whether an open was accepted for what it asks for."""
@@ -200,8 +217,9 @@ class DataServer(Reactor):
             if slot is None:
                 break
             progress = True
-            identity, fetch, came_at = self._queue[ready]
+            identity, fetch, came_at, num_bytes = self._queue[ready]
             del self._queue[ready]
+            self._num_queued_bytes -= num_bytes
             if fetch.live is not None and self._clock() >= came_at + TransferEngine.LATE_WRITE_S:
                 # Its consumer may have given it up long since, and the pages be another's.
                 with slot:
@@ -226,8 +244,8 @@ class DataServer(Reactor):
         busy = Counter(write.identity for write in self._writes)
         busy.update(self._rings.identities())
         most = _MAX_WRITES_PER_PEER if self._staging.num_free > 1 else 1
-        for place, (identity, _, _) in enumerate(self._queue):
-            if busy[identity] < most:
+        for place, queued in enumerate(self._queue):
+            if busy[queued.identity] < most:
                 return place
         return None
 

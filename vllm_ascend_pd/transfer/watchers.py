@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.wire import Watch
 
 _MAX_WATCHED = 4096
+_MAX_WATCHERS = 256
+"""Of one prompt: some may be of connections that have ended."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class Watchers:
         if known is None:
             known = _Watcher(identity, message.epoch, message.each_layer)
             watchers.append(known)
+            del watchers[:-_MAX_WATCHERS]
         self._tell(lease, known, always=True)
         self._forget_ended(lease)
         while len(self._watchers) > _MAX_WATCHED:

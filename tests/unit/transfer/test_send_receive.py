@@ -35,6 +35,7 @@ from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.span import NO_BLOCK, LoadBlocks
 from vllm_ascend_pd.net import peers
 from vllm_ascend_pd.net.trust import Trust
+from vllm_ascend_pd.transfer import send
 from vllm_ascend_pd.transfer.grants import Grant, Grants
 from vllm_ascend_pd.transfer.live_pages import DirectPlacement
 from vllm_ascend_pd.transfer.load import LoadSpec
@@ -726,6 +727,31 @@ def test_last_slot_is_for_a_peer_without_a_write(make_pair: Callable[..., Pair])
         there = pair.receive_pool.region.base + SLOT_BYTES
         answer = ask(pair, encode(msgspec.structs.replace(fetch, address=there)))
         assert (answer.fetch_id, answer.cause) == (1, "")
+
+
+def test_fetches_that_wait_take_so_much_memory_only(
+    make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(FaultScript(then=NEVER), write_timeout_s=60.0)
+    pair.grant(*range(NUM_BLOCKS))
+    fetch = make_fetch(pair)
+    long = msgspec.structs.replace(fetch, block_indices=(0,) * 100_000)
+    monkeypatch.setattr(send, "_MAX_QUEUED_BYTES", 4 * len(encode(long)))
+    with connected(pair.server.page_server.endpoint) as peer:
+        for fetch_id in range(1, NUM_SLOTS):
+            peer.send(encode(msgspec.structs.replace(fetch, fetch_id=fetch_id)))
+        wait_until(lambda: pair.send_pool.num_free == 1)
+        for fetch_id in range(11, 17):
+            peer.send(encode(msgspec.structs.replace(long, fetch_id=fetch_id)))
+        answers = [decode_data(peer.receive()) for _ in range(2)]
+    assert [(a.fetch_id, a.cause) for a in answers if isinstance(a, Fetched)] == [
+        (15, Cause.TRANSFER_FAILED.value),
+        (16, Cause.TRANSFER_FAILED.value),
+    ]
+    assert pair.server.counts()["fetches"] == 4
+    pair.pass_time(60.0)
+    wait_until(lambda: not pair.server.counts()["fetches"])
+    assert pair.server._num_queued_bytes == 0
 
 
 def test_unregistered_address_fails_the_write_only(make_pair: Callable[..., Pair]) -> None:

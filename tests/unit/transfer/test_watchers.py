@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from vllm_ascend_pd.transfer.grants import Grant, Grants
 from vllm_ascend_pd.transfer.tickets import TicketKey
-from vllm_ascend_pd.transfer.watchers import Watchers
+from vllm_ascend_pd.transfer.watchers import _MAX_WATCHERS, Watchers
 from vllm_ascend_pd.types import Cause, LeaseRef
 from vllm_ascend_pd.wire import Progress, Watch
 
@@ -64,3 +64,20 @@ def test_prompt_is_not_compared_with_all_of_its_step() -> None:
     asked = [Compared(*lease) for lease in leases]
     assert [grants.look(lease)[1] for lease in asked] == [3] * len(leases)
     assert len(compared) <= 3 * len(leases)
+
+
+def test_of_those_that_watch_a_prompt_the_last_ones_are_told() -> None:
+    """A connection that has ended leaves its watch behind."""
+    grants, key = Grants(), TicketKey()
+    told: list[bytes] = []
+    watchers = Watchers(grants, lambda identity, progress: told.append(identity))
+    lease = LeaseRef("t", 1)
+    watch = Watch("t", "e", key.issue(lease, 32), each_layer=True)
+    identities = [number.to_bytes(8, "big") for number in range(2 * _MAX_WATCHERS)]
+    for identity in identities:
+        watchers.add(identity, watch)
+    assert told == identities
+    grants.begin_step([Grant(lease, "e", ((1, 2),), 0, 32)])
+    told.clear()
+    watchers.tell()
+    assert told == identities[-_MAX_WATCHERS:]
