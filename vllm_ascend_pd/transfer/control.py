@@ -233,6 +233,8 @@ class _Pending:
     epoch: str
     deadline: float
     outcomes: Outcomes
+    is_put_off: bool = False
+    """The producer waits itself, and has said so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,8 +380,10 @@ class ControlClient(Reactor):
         if pending is None or pending.peer != peer:
             return
         if isinstance(message, Waiting):
-            later = self._clock() + self._arrival_timeout_s + self._peer_timeout_s
-            self._pending[message.open_id] = dataclasses.replace(pending, deadline=later)
+            if not pending.is_put_off:
+                later = self._clock() + self._arrival_timeout_s + self._peer_timeout_s
+                put_off = dataclasses.replace(pending, deadline=later, is_put_off=True)
+                self._pending[message.open_id] = put_off
             return
         del self._pending[message.open_id]
         is_open = pending.outcomes is self.outcomes

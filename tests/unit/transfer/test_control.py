@@ -670,6 +670,28 @@ def test_open_whose_prompt_nobody_brings_is_refused_when_its_time_is_over(
         server.stop()
 
 
+def test_producer_that_only_says_that_it_waits_is_given_up(
+    make_client: Callable[..., ControlClient],
+) -> None:
+    clock = Clock()
+    client = make_client(peer_timeout_s=10.0, clock=clock)
+    with RawServer() as server:
+        client.open("r", server.endpoint, msgspec.structs.replace(make_open(), epoch=""))
+        peer = server.accept()
+        asked = decode_control(peer.receive())
+        assert isinstance(asked, Open)
+        connection = client.peers.connections[server.endpoint]
+        for _ in range(4):
+            used_at = connection.used_at
+            peer.send(encode(Waiting("t", asked.open_id)))
+            wait_until(lambda before=used_at: connection.used_at > before)
+            clock.now += 8.0
+            client.submit(lambda: None)
+        answer = outcome_of(client).answer
+    assert isinstance(answer, Refused)
+    assert answer.cause == Cause.PEER_UNREACHABLE.value
+
+
 def test_open_that_comes_just_as_its_prompt_is_announced_is_answered_once(
     make_client: Callable[..., ControlClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
