@@ -199,7 +199,17 @@ def decode(body: bytes) -> Registration:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise ConfigError(f"not a registration: {e}") from e
     check_url(registration.url)
+    if (events := registration.kv_events) is not None:
+        _check_endpoints(events)
     return registration
+
+
+def _check_endpoints(events: KVEvents) -> None:
+    for endpoint in (events.endpoint, events.replay_endpoint or events.endpoint):
+        try:
+            urlsplit(endpoint)
+        except ValueError as e:
+            raise ConfigError(f"kv_events {endpoint!r}: {e}") from e
 
 
 def name_of_rank(name: str, rank: int | None) -> str:

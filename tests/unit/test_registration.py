@@ -65,6 +65,7 @@ def test_unknown_fields_of_a_later_version_are_ignored() -> None:
         ({"block_size": 0}, "block_size"),
         ({"kv": {"engine_id": "e", "host": "h", "port": 0}}, "kv.port"),
         ({"kv_events": {"endpoint": "ipc:///etc/passwd"}}, "kv_events"),
+        ({"kv_events": {"endpoint": "tcp://[::1"}}, "kv_events"),
     ],
 )
 def test_wrong_field_is_named(changes: dict[str, Any], named: str) -> None:
