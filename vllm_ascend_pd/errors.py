@@ -10,7 +10,6 @@
 Expected outcomes (a lease that expired, a read that failed) are values, not exceptions.
 """
 
-
 _MAX_BRIEF = 300
 
 

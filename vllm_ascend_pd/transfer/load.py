@@ -83,7 +83,8 @@ class PeerLoad(Load):
     """Whether all pieces are known; an awaited load learns of them bit by bit."""
     watched_at: float = 0.0
     furthest: tuple[int, int] = (0, 0)
-    """How far the producer has ever said to be; saying less, or the same again, prolongs nothing."""
+    """How far the producer has ever said to be; who says less, or the same again, prolongs nothing.
+    """
     num_unsettled: int = 0
     """Pieces that the producer writes right into the pages, and may still be writing. Under the
     lock, as what is asked for after the end would be written into somebody else's blocks."""

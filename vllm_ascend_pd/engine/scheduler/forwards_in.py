@@ -79,7 +79,7 @@ class ForwardsIn(Part):
 
     def settle(self) -> bool:
         self._note_logprobs()
-        for _ in range(self._server.of_guests.qsize()):  # sources may ask faster than it is answered
+        for _ in range(self._server.of_guests.qsize()):  # they may ask faster than that
             self._take(*self._server.of_guests.get_nowait())
         paused = is_paused(self._common.scheduler)
         for guest in list(self._guests.values()):
