@@ -255,6 +255,9 @@ class Moves:
                 found = await found
         except TIMED_OUT:
             found = "timeout"
+        except asyncio.CancelledError:
+            move.held.close()  # its target may have answered since it was closed
+            raise
         except Exception:
             logger.exception("moving request %s", move.source.job.trace.request_id)
             found = "bug"  # who waits for the move hears of its end
