@@ -16,6 +16,7 @@ import pytest
 from tests.router import scripted_engine
 from tests.router.harness import FAST, Deployment, deployed, run, until
 from tests.router.scripted_answers import whole_answer
+from tests.router.test_releases import ORDERS, kept_ids
 
 PATIENT = replace(FAST, drain_s=20, timeouts=replace(FAST.timeouts, answer_s=20, idle_s=20))
 
@@ -108,5 +109,28 @@ def test_whole_answer_that_its_client_reads_slowly_is_not_cut(
             assert await reader.readexactly(len(body)) == body
             await stop
             writer.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_prompts_of_requests_that_it_ends_are_given_back(
+    monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    monkeypatch.setattr("vllm_ascend_pd.router.server.LINGER_S", 0.05)
+    config = replace(PATIENT, drain_s=0.05, order=ORDERS[order].order)
+
+    async def test() -> None:
+        async with deployed(config=config, supports_concurrent=True) as d:
+            await d.post()
+            d.decodes[0].script("hang, hang")
+            asking = [asyncio.ensure_future(d.post()) for _ in range(2)]
+            await until(lambda: d.decodes[0].num_in_progress == 2)
+            await until(lambda: d.prefills[0].num_in_progress == 0)
+            await d.server.stop()
+            assert sorted(d.prefills[0].released) == sorted(kept_ids(d)[1:])
+            assert d.count("releases_total", outcome="ok") == 2
+            for one in await asyncio.gather(*asking, return_exceptions=True):
+                assert isinstance(one, aiohttp.ServerDisconnectedError)
 
     run(test)

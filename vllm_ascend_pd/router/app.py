@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import msgspec
@@ -77,6 +78,9 @@ logger = logging.getLogger(__name__)
 OWN_PATHS = dict.fromkeys((*APIS, BATCH), ("POST",)) | {"/v1/models": ("GET", "HEAD")}
 """Below ``/v1/``, and their methods; the rest there is passed on."""
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+CLOSE_S = 1.0
+"""For requests that were cancelled when the router stops, and then for prompts that are given back
+because of it."""
 
 
 class CommonState(Heartbeats, Requests, Protocol):
@@ -218,7 +222,7 @@ class Router:
             app.router.add_post(path, self._pass)
         app.router.add_route("*", "/v1/{path:.*}", self._pass)
         app.on_startup.append(self._start)
-        app.on_cleanup.append(self._close)  # requests in progress have ended
+        app.on_cleanup.append(self._close)  # requests in progress have ended or been cancelled
         return app
 
     async def _start(self, app: web.Application) -> None:
@@ -228,6 +232,10 @@ class Router:
     async def _close(self, app: web.Application) -> None:
         if self._draining is not None:
             self._draining.cancel()
+        until = time.monotonic() + CLOSE_S
+        while self.metrics.num_requests and time.monotonic() < until:
+            await asyncio.sleep(0.01)
+        await self.relay.releases.close(CLOSE_S)
         await self._background.close()
         await self.prober.close()
         if isinstance(self.policy, WatchesInstances):

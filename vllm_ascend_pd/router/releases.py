@@ -61,6 +61,11 @@ class Releases:
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
+    async def close(self, timeout_s: float) -> None:
+        """Those under way have so long to end."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=timeout_s)
+
     async def _give_back(self, producer: Instance, sent: bytes, headers: Headers) -> None:
         response = await producer.client.request(
             b"POST",
