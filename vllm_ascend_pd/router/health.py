@@ -112,6 +112,8 @@ class Prober:
             server.num_ranks -= 1
             if not server.num_ranks:
                 del self._servers[instance.spec.url]
+                if server.reading is not None:
+                    server.reading.cancel()
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -168,7 +170,7 @@ class Prober:
             instance.client.fail_waiting(down, is_silent=is_silent)
 
     async def _probe(self, instance: Instance) -> Failure | None:
-        result = await self._get(instance, b"/health")
+        result = await self._get(self._clients[instance], b"/health")
         if isinstance(result, Failure):
             return result
         status, _ = result
@@ -177,7 +179,7 @@ class Prober:
         return None
 
     async def _read_models(self, instance: Instance) -> None:
-        result = await self._get(instance, b"/v1/models")
+        result = await self._get(self._clients[instance], b"/v1/models")
         if isinstance(result, Failure) or result[0] != 200:
             return
         try:
@@ -197,7 +199,7 @@ class Prober:
         every_s = max(self._probes.interval_s, self._probes.load_interval_s)
         if server.reading is None or now - server.asked_at > every_s / 2:
             server.asked_at = now
-            server.reading = asyncio.ensure_future(self._read_metrics(instance))
+            server.reading = asyncio.ensure_future(self._read_metrics(self._clients[instance]))
         reading, asked_at = server.reading, server.asked_at
         text = await asyncio.shield(reading)
         if text is None:
@@ -211,14 +213,14 @@ class Prober:
             instance.fingerprint = fingerprint_of(infos)
             instance.tokens_made_by = parse_makers(text, rank)
 
-    async def _read_metrics(self, instance: Instance) -> bytes | None:
-        result = await self._get(instance, b"/metrics")
+    async def _read_metrics(self, client: EngineClient) -> bytes | None:
+        result = await self._get(client, b"/metrics")
         if isinstance(result, Failure) or result[0] != 200:
             return None
         return told_lines(result[1])
 
-    async def _get(self, instance: Instance, target: bytes) -> tuple[int, bytes] | Failure:
-        response = await self._clients[instance].request(
+    async def _get(self, client: EngineClient, target: bytes) -> tuple[int, bytes] | Failure:
+        response = await client.request(
             b"GET",
             target,
             self._headers,
