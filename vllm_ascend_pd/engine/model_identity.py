@@ -92,9 +92,13 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
 def note_weights(vllm_config: VllmConfig) -> None:
     """Before they are read: which files of them there are. A drafter's decide no token."""
     model = vllm_config.model_config
-    folder = model_folder(vllm_config.load_config, model)
-    files = weight_files(folder) if folder is not None else []
-    keep_stamps(model, {str(file): _stamp(file) for file in files})
+
+    def look() -> dict[str, tuple[int, ...]]:
+        folder = model_folder(vllm_config.load_config, model)
+        files = weight_files(folder) if folder is not None else []
+        return {str(file): _stamp(file) for file in files}
+
+    keep_stamps(model, look)
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

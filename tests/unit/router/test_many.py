@@ -40,13 +40,18 @@ from vllm_ascend_pd.router.transcript import Transcript
 CLIENT = EngineClient("http://127.0.0.1:1", connect_timeout_s=1)
 
 
-def counting(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> Counter[str]:
-    """How often each instance's property or method of this name is used."""
-    counts: Counter[str] = Counter()
+def counting(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type,
+    name: str,
+    key: Callable[..., Any] = lambda one, *args: one.instance_id,
+) -> Counter[Any]:
+    """How often each instance's property or method of this name is used; or by another ``key``."""
+    counts: Counter[Any] = Counter()
     found = getattr(kind, name)
 
     def counted(one: Any, *args: Any) -> Any:
-        counts[one.instance_id] += 1
+        counts[key(one, *args)] += 1
         return found.fget(one) if isinstance(found, property) else found(one, *args)
 
     monkeypatch.setattr(kind, name, property(counted) if isinstance(found, property) else counted)
@@ -107,14 +112,7 @@ def test_engines_that_come_start_anew_and_go_are_not_compared_with_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared = counting(monkeypatch, Instance, "is_at")
-    put: Counter[str] = Counter()
-    plain = Registry.put
-
-    def counted(self: Registry, spec: InstanceSpec) -> None:
-        put[spec.instance_id] += 1
-        plain(self, spec)
-
-    monkeypatch.setattr(Registry, "put", counted)
+    put = counting(monkeypatch, Registry, "put", lambda _, spec: spec.instance_id)
     router = Router(RouterConfig())
     router.registry.on_added = router.registry.on_removed = lambda one: None
     num_engines = 50
@@ -247,14 +245,7 @@ def test_streams_of_engines_that_do_not_drain_are_not_asked_whether_they_may_lea
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = counting(monkeypatch, Instance, "is_leaving")
-    whether: Counter[Answering] = Counter()
-    obstacle = Answering.obstacle
-
-    def counted(one: Answering) -> str | None:
-        whether[one] += 1
-        return obstacle(one)
-
-    monkeypatch.setattr(Answering, "obstacle", counted)
+    whether = counting(monkeypatch, Answering, "obstacle", lambda one: one)
 
     def test(router: Router, engines: list[Instance], there: list[Answering]) -> None:
         leaves = engines[1]

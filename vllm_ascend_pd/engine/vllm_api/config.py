@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd.engine.digest import digest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from vllm_ascend_pd.engine.vllm_api.config_types import LoRAConfig, ModelConfig, VllmConfig
 
 
@@ -49,10 +51,11 @@ def kept_content(model: ModelConfig) -> dict[str, Any]:
     return kept
 
 
-def keep_stamps(model: ModelConfig, stamps: dict[str, tuple[int, ...]]) -> None:
-    """Of its files, as they were before the first process of the engine reads them."""
+def keep_stamps(model: ModelConfig, look: Callable[[], dict[str, tuple[int, ...]]]) -> None:
+    """Of its files, as they are before the first process of the engine reads them; later calls do
+    not ``look``."""
     if not hasattr(model, _STAMPS):
-        setattr(model, _STAMPS, stamps)
+        setattr(model, _STAMPS, look())
 
 
 def kept_stamps(model: ModelConfig) -> dict[str, tuple[int, ...]]:

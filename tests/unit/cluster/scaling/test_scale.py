@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import cast
 
@@ -176,6 +176,14 @@ def test_what_there_is_is_told_once() -> None:
     ]
 
 
+async def follow_driver(answer: Callable[[web.Request], Awaitable[web.Response]]) -> None:
+    app = web.Application()
+    app.router.add_get("/engines", answer)
+    async with TestServer(app) as server:
+        async for _ in follow(str(server.make_url("")), until_settled=True):
+            pass
+
+
 def test_a_driver_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_status, "ANSWER_S", 0.1)
 
@@ -183,30 +191,16 @@ def test_a_driver_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.Event().wait()
         raise AssertionError
 
-    async def run() -> None:
-        app = web.Application()
-        app.router.add_get("/engines", hang)
-        async with TestServer(app) as server:
-            async for _ in follow(str(server.make_url("")), until_settled=True):
-                pass
-
     with pytest.raises(ConfigError, match=r"does not answer within 0\.1 s: see ray\.log"):
-        asyncio.run(asyncio.wait_for(run(), 20))
+        asyncio.run(asyncio.wait_for(follow_driver(hang), 20))
 
 
 def test_a_driver_of_another_version_is_named() -> None:
     async def engines(request: web.Request) -> web.Response:
         return web.json_response({"engines": [], "step": 1})
 
-    async def run() -> None:
-        app = web.Application()
-        app.router.add_get("/engines", engines)
-        async with TestServer(app) as server:
-            async for _ in follow(str(server.make_url("")), until_settled=True):
-                pass
-
     with pytest.raises(ConfigError, match="is of another version than this command"):
-        asyncio.run(run())
+        asyncio.run(follow_driver(engines))
 
 
 def test_a_driver_that_is_away_is_named() -> None:
