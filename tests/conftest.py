@@ -28,10 +28,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "stress", "random operations on real engines (tests/integration/stress)"
     )
     group.addoption(
-        "--stress-seconds",
-        type=float,
-        default=20.0,
-        help="how long each of them goes on (%(default)s)",
+        "--stress-rounds",
+        type=int,
+        default=8,
+        help="how many rounds of them each test does (%(default)s)",
     )
     group.addoption(
         "--stress-seed",
