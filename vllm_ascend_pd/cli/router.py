@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -363,7 +364,8 @@ def router(
         from vllm_ascend_pd.router.server import serve
 
     def tell(url: str) -> None:
-        typer.echo(f"vllm-pd router listens on {url}", err=access_log == "json")
+        with contextlib.suppress(OSError):  # it serves although the disk of its log is full
+            typer.echo(f"vllm-pd router listens on {url}", err=access_log == "json")
 
     serve(config, tell)
 
