@@ -22,11 +22,16 @@ def read_token(option: str, path: str) -> str:
 
 
 def write_private(path: Path, value: str) -> None:
-    """A new file, which only this user may read; in place of what is there."""
+    """A file that only this user may read; in place of what is there once it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with open(path, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(value)
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    try:
+        with open(new, "x", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(value)
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)  # a part, where the disk is full
 
 
 def read_private(

@@ -103,7 +103,8 @@ def find_local_host(topology: Topology, name: str | None) -> str:
 
 
 def new_log_dir(name: str) -> Path:
-    """A folder of that name that nobody else has, or one with a number after it."""
+    """A folder of that name that nobody else has, or one with a number after it; ``ConfigError`` if
+    there can be none."""
     first = folder = Path("vllm-pd-logs", name)
     number = 1
     while True:
@@ -113,6 +114,14 @@ def new_log_dir(name: str) -> Path:
         except FileExistsError:
             number += 1
             folder = first.with_name(f"{name}-{number}")
+        except OSError as e:
+            raise _no_log_dir(folder, e) from e
+
+
+def _no_log_dir(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"there can be no logs in {folder} ({error.strerror}): choose another folder with --log-dir"
+    )
 
 
 def remove_if_empty(log_dir: Path) -> None:
@@ -159,9 +168,12 @@ def _pool_folder(topology: Topology) -> Path | None:
 
 def lock_folder(log_dir: Path) -> IO[str]:
     """For who makes secrets there, until what is returned is closed; ``ConfigError`` if another one
-    has it."""
-    log_dir.mkdir(parents=True, exist_ok=True)
-    lock = (log_dir / _LOCK).open("w")
+    has it, or nobody can."""
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+        lock = (log_dir / _LOCK).open("w")
+    except OSError as e:
+        raise _no_log_dir(log_dir, e) from e
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:

@@ -71,17 +71,22 @@ class Scaling:
     """Of ``scaling.driver``, on loopback."""
 
     def aim(self, target: Target) -> None:
-        """Whoever reads the file finds the old one or this one."""
-        new = self.target_file.with_suffix(".new")
-        write_private(new, msgspec.json.encode(target).decode())
-        new.replace(self.target_file)
+        """Whoever reads the file finds the old one or this one; ``ConfigError`` if it cannot be
+        written."""
+        try:
+            write_private(self.target_file, msgspec.json.encode(target).decode())
+        except OSError as e:
+            raise ConfigError(f"the target in {self.target_file} cannot be written: {e}") from e
 
     def target(self) -> Target:
-        """That holds now."""
-        return msgspec.json.decode(self.target_file.read_bytes(), type=Target)
+        """That holds now; ``ConfigError`` if it cannot be read."""
+        try:
+            return msgspec.json.decode(self.target_file.read_bytes(), type=Target)
+        except (OSError, msgspec.MsgspecError) as e:
+            raise ConfigError(f"the target in {self.target_file} cannot be read: {e}") from e
 
     def change(self, order: ScaleOrder) -> None:
-        """``ConfigError`` names the option."""
+        """``ConfigError`` says what is wrong."""
         old = self.target()
         self.aim(Target(order.ratio or old.ratio, order.maximum or old.maximum, old.generation))
 
@@ -95,11 +100,14 @@ def socket_path(router_port: int) -> Path:
     """Where the ``vllm-pd up`` of this user listens whose router has that port.
 
     Raises:
-        ConfigError: somebody else owns the folder.
+        ConfigError: somebody else owns the folder, or there can be none.
     """
     folder = _roots()[0] / f"vllm-pd-{os.geteuid()}"
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700, parents=True)
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700, parents=True)
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be made: {e.strerror}") from e
     if not _is_private(folder):
         raise ConfigError(f"{folder} must be a folder of this user's with mode 0700: remove it")
     return folder / f"up-{router_port}.sock"
@@ -268,8 +276,8 @@ class UpSocket:
         if order.names:
             yield RestartProgress("with --ray all engines are replaced: give --rolling", True)
             return
-        self._scaling.renew(order.drain_s)
         try:
+            self._scaling.renew(order.drain_s)
             async for line in follow(self._scaling.url, until_settled=True):
                 yield RestartProgress(line)
         except ConfigError as e:

@@ -20,9 +20,11 @@ from tests.router.harness import FAST, deployed
 from vllm_ascend_pd.cluster import log_rotation
 from vllm_ascend_pd.cluster.commands import Command, Deployment
 from vllm_ascend_pd.cluster.display import Display
-from vllm_ascend_pd.cluster.launch import Manner, launch, report_missing
+from vllm_ascend_pd.cluster.launch import Manner, launch, lock_folder, new_log_dir, report_missing
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, keep
+from vllm_ascend_pd.cluster.up_socket import socket_path
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import write_private
 
 SAID = "x" * 3000 + "\n"
@@ -142,3 +144,22 @@ def test_engines_of_a_router_that_wants_keys_are_not_waited_for_in_vain(
             assert not told.getvalue()
 
     asyncio.run(asyncio.wait_for(test(), 10))
+
+
+def test_a_folder_for_logs_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "vllm-pd-logs").write_text("a file")
+    monkeypatch.chdir(tmp_path)
+    for make in (new_log_dir, lambda name: lock_folder(Path("vllm-pd-logs", name))):
+        with pytest.raises(ConfigError, match=r"no logs in vllm-pd-logs/now \(.*--log-dir"):
+            make("now")
+
+
+def test_a_folder_for_sockets_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").write_text("a file")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    with pytest.raises(ConfigError, match=r"run/vllm-pd-\d+ cannot be made: Not a directory"):
+        socket_path(8000)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests.full_disk import room_for
 from tests.unit.cluster.test_commands import HOSTS, deployment
 from vllm_ascend_pd.cluster import topology
 from vllm_ascend_pd.cluster.commands import Deployment
-from vllm_ascend_pd.cluster.launch import with_secrets, write_secrets
+from vllm_ascend_pd.cluster.launch import KEPT_SECRET, with_secrets, write_secrets
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.pool.keys import KeySpace
@@ -81,3 +82,14 @@ def test_files_of_the_user_are_kept(tmp_path: Path) -> None:
 def test_several_hosts_need_files_of_the_user(tmp_path: Path) -> None:
     made = parse(hosts=HOSTS, router={"host": "a"}, prefill=[{"host": "a"}], decode=[{"host": "b"}])
     assert with_secrets(made, tmp_path) == (made, [])
+
+
+def test_a_secret_is_whole_or_is_not_there(tmp_path: Path) -> None:
+    """A part of one that is kept would be there at every later start."""
+    kept = tmp_path / KEPT_SECRET
+    with room_for(10), pytest.raises(ConfigError, match="cannot be written"):
+        write_secrets([kept])
+    assert list(tmp_path.iterdir()) == []
+    write_secrets([kept])
+    assert Secret.load(str(kept))
+    assert list(tmp_path.iterdir()) == [kept]

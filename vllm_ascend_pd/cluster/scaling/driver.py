@@ -27,7 +27,7 @@ from vllm_ascend_pd.cluster.scaling.orders import Node, Shared, order_engine
 from vllm_ascend_pd.cluster.scaling.ray_fleet import RayFleet, connect
 from vllm_ascend_pd.cluster.scaling.reconciler import Reconciler
 from vllm_ascend_pd.cluster.up_socket import Scaling
-from vllm_ascend_pd.errors import PDError
+from vllm_ascend_pd.errors import ConfigError, PDError
 from vllm_ascend_pd.private_file import read_token
 
 STEP_S = 0.5
@@ -83,9 +83,15 @@ async def drive(spec: DriverSpec) -> None:
     async with RouterOperator(shared.router_url, token) as router:
         reconciler = Reconciler(fleet, router, scaling.target(), time.monotonic, say)
         runner = await _tell(reconciler, spec.status_port)
+        unread = ""
         try:
             while not stop.is_set():
-                reconciler.target = scaling.target()
+                try:
+                    reconciler.target, unread = scaling.target(), ""
+                except ConfigError as e:
+                    if str(e) != unread:
+                        say(f"{e}; the engines stay as they were to be")
+                    unread = str(e)
                 await reconciler.step()
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(stop.wait(), STEP_S)
@@ -112,8 +118,9 @@ async def _tell(reconciler: Reconciler, port: int) -> web.AppRunner:
 
 
 def say(line: str) -> None:
-    """Into the log of this process."""
-    print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
+    """Into the log of this process. The fleet is kept although the disk of that is full."""
+    with contextlib.suppress(OSError):
+        print(f"{time.strftime('%H:%M:%S')}  {line}", flush=True)
 
 
 def main() -> None:

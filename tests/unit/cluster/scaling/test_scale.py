@@ -13,6 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.full_disk import room_for
 from vllm_ascend_pd.cluster.restart import RollingRestart
 from vllm_ascend_pd.cluster.scaling import fleet_status
 from vllm_ascend_pd.cluster.scaling.fleet_status import EngineStatus, FleetStatus, follow
@@ -70,19 +71,38 @@ def test_a_wrong_order_is_refused_and_changes_nothing(scaling: Scaling) -> None:
     assert scaling.target() == Target(Ratio(1, 2), 3)
 
 
-def test_a_restart_is_a_new_generation_of_all_engines(scaling: Scaling) -> None:
-    async def run(*names: str) -> list[str]:
-        socket = UpSocket(socket_path(8123), {}, NO_RESTART, None, scaling)
-        await socket.start()
-        try:
-            order = RestartOrder(names, drain_s=30)
-            return [one.text async for one in ask_to_restart(socket_path(8123), order)]
-        finally:
-            await socket.close()
+async def replaced(scaling: Scaling, *names: str) -> list[str]:
+    """The answers to an order to replace them."""
+    socket = UpSocket(socket_path(8123), {}, NO_RESTART, None, scaling)
+    await socket.start()
+    try:
+        order = RestartOrder(names, drain_s=30)
+        return [one.text async for one in ask_to_restart(socket_path(8123), order)]
+    finally:
+        await socket.close()
 
-    assert asyncio.run(run("engine-0")) == ["with --ray all engines are replaced: give --rolling"]
+
+def test_orders_that_a_full_disk_does_not_take_say_so_and_change_nothing(scaling: Scaling) -> None:
+    full = f"the target in {scaling.target_file} cannot be written: "
+    with room_for(10):
+        with pytest.raises(ConfigError, match=full):
+            ask(scaling, ScaleOrder(maximum=6))
+        (text,) = asyncio.run(replaced(scaling))
+    assert text.startswith(full)
+    assert scaling.target() == Target(Ratio(1, 2), 3)
+
+
+def test_orders_without_a_target_to_change_say_so(scaling: Scaling) -> None:
+    scaling.target_file.unlink()
+    with pytest.raises(ConfigError, match=f"in {scaling.target_file} cannot be read: "):
+        ask(scaling, ScaleOrder(maximum=6))
+
+
+def test_a_restart_is_a_new_generation_of_all_engines(scaling: Scaling) -> None:
+    told = asyncio.run(replaced(scaling, "engine-0"))
+    assert told == ["with --ray all engines are replaced: give --rolling"]
     assert scaling.target().generation == 0
-    (text,) = asyncio.run(run())
+    (text,) = asyncio.run(replaced(scaling))
     assert "the driver of the engines is away" in text
     assert scaling.target() == Target(Ratio(1, 2), 3, generation=1, drain_s=30)
     ask(scaling, ScaleOrder(maximum=6))
