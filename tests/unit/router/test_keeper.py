@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from tests.full_disk import room_for
 from tests.router.harness import FAST, run, until
 from tests.unit.router.test_snapshot import instance
 from vllm_ascend_pd.operating import MoveOrder
@@ -205,6 +206,21 @@ def test_a_worker_of_another_version_than_its_keeper_says_so(
     with pytest.raises(SystemExit, match=str(WRONG_CONFIG)):
         main()
     assert "started by another version of vllm-pd" in capsys.readouterr().err
+
+
+def test_workers_find_their_configuration_once_a_full_disk_has_room_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        keeper = Keeper(tmp_path, replace(FAST, num_workers=1))
+        crashed = child(keeper, "0")
+        crashed.state = State.BACKOFF
+        with room_for(10):
+            keeper.changed(crashed)
+        assert not (tmp_path / CONFIG_FILE).exists()
+        keeper.changed(crashed)
+        assert unpack((tmp_path / CONFIG_FILE).read_bytes()) == replace(FAST, num_workers=1)
+        await keeper.close()
+
+    run(test)
 
 
 class Worker:

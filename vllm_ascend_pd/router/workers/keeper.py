@@ -14,7 +14,6 @@ registers with one of them is known to all before it gets its answer. ``/metrics
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import sys
@@ -123,9 +122,12 @@ class Keeper:
         await web.UnixSite(self._runner, path, backlog=BACKLOG).start()
 
     def _write_config(self) -> None:
-        """For workers that start. One may read it now, so it is written only if it is gone."""
-        with contextlib.suppress(FileExistsError), (self._folder / CONFIG_FILE).open("xb") as file:
-            file.write(self._config)
+        """For workers that start, one of which may read it now: it is whole, or it is gone."""
+        path = self._folder / CONFIG_FILE
+        if not path.exists():
+            new = path.with_suffix(".new")
+            new.write_bytes(self._config)
+            new.replace(path)
 
     async def close(self) -> None:
         if self._runner is not None:
