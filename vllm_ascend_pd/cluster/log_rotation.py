@@ -67,7 +67,7 @@ class Rotation:
                 try:
                     await asyncio.to_thread(self.rotate, log)
                     growing.discard(log)
-                except OSError as e:
+                except (OSError, RuntimeError) as e:  # the latter: no thread is left for it
                     if log not in growing:
                         logger.warning("%s is not rotated, and grows: %s", log, e)
                     growing.add(log)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ from vllm_ascend_pd.cluster.log_rotation import Rotation
 
 def texts(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+async def until_cut(log: Path) -> None:
+    """Keep it, until it has been rotated."""
+    keeping = asyncio.create_task(Rotation(max_bytes=6, num_old=2).keep([log]))
+    while log.stat().st_size and not keeping.done():
+        await asyncio.sleep(0)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
 
 
 def test_a_full_log_is_rotated_under_its_writer(tmp_path: Path) -> None:
@@ -64,15 +74,26 @@ def test_a_log_that_cannot_be_copied_keeps_the_old_ones_and_is_tried_again(
     monkeypatch.setattr(shutil, "copyfile", fill_disk)
     monkeypatch.setattr(log_rotation, "CHECK_S", 0)
 
-    async def keep() -> None:
-        keeping = asyncio.create_task(Rotation(max_bytes=6, num_old=2).keep([log]))
-        while log.stat().st_size and not keeping.done():
-            await asyncio.sleep(0)
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
-
-    asyncio.run(keep())
+    asyncio.run(until_cut(log))
     assert texts(tmp_path) == {"a.log": "", "a.log.1": "1234567", "a.log.2": "older"}
     assert [record.getMessage() for record in caplog.records] == [
         f"{log} is not rotated, and grows: [Errno 28] No space left on device"
     ]
+
+
+def test_want_of_a_thread_ends_no_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    to_thread, num_tries = asyncio.to_thread, 0
+
+    async def want(work: Callable[[Path], bool], log: Path) -> bool:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries < 3:
+            raise RuntimeError("can't start new thread")
+        return await to_thread(work, log)
+
+    log = tmp_path / "a.log"
+    log.write_text("1234567")
+    monkeypatch.setattr(asyncio, "to_thread", want)
+    monkeypatch.setattr(log_rotation, "CHECK_S", 0)
+    asyncio.run(until_cut(log))
+    assert texts(tmp_path) == {"a.log": "", "a.log.1": "1234567"}
