@@ -16,6 +16,7 @@ import ctypes
 import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -128,7 +129,7 @@ class Supervisor:
     async def _run_once(self, child: Child) -> None:
         child.restart.clear()
         try:
-            process = await self._spawn(child)
+            process = self._spawn(child)
         except OSError as e:
             self._advance(child, ChildEvent.START, "")
             self._crashed(child, f"cannot be started: {e}")
@@ -136,7 +137,7 @@ class Supervisor:
         child.pid = process.pid
         self._guard.tell("+", process.pid)
         self._advance(child, ChildEvent.START, "")
-        exited = asyncio.create_task(process.wait())
+        exited = asyncio.create_task(_wait_exit(process))
         stop = asyncio.create_task(self._stop.wait())
         restart = asyncio.create_task(child.restart.wait())
         healthy = asyncio.create_task(self._wait_healthy(child, process.pid))
@@ -166,7 +167,7 @@ class Supervisor:
                     self._crashed(child, note)
             elif not self._stop.is_set():
                 child.restart.clear()
-                self._crashed(child, _describe_exit(process.returncode))
+                self._crashed(child, _describe_exit(exited.result()))
         finally:
             for task in (healthy, silent, stop, restart):
                 task.cancel()
@@ -181,17 +182,20 @@ class Supervisor:
                     self._advance(child, ChildEvent.END, "")
                 self._advance(child, ChildEvent.OVER, "")
 
-    async def _spawn(self, child: Child) -> asyncio.subprocess.Process:
+    def _spawn(self, child: Child) -> subprocess.Popen[bytes]:
+        """Not by asyncio: to wait for what it has started it needs a thread or a descriptor more,
+        and where there is none left nobody would know of the child.
+        """
         if child.log is not None:
             child.log.parent.mkdir(parents=True, exist_ok=True)
             child.log_start = child.log.stat().st_size if child.log.is_file() else 0
         with child.log.open("ab") if child.log else contextlib.nullcontext() as output:
-            return await asyncio.create_subprocess_exec(
-                *child.spec.argv,
+            return subprocess.Popen(
+                child.spec.argv,
                 env={**os.environ, **child.spec.env},
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL,
                 stdout=output,
-                stderr=output and asyncio.subprocess.STDOUT,
+                stderr=output and subprocess.STDOUT,
                 start_new_session=True,
             )
 
@@ -245,17 +249,15 @@ class Supervisor:
         return min(doubled, self._patience.max_backoff_s)
 
     async def _terminate(
-        self, process: asyncio.subprocess.Process, exited: asyncio.Task[int], was_well: bool
+        self, process: subprocess.Popen[bytes], exited: asyncio.Task[int], was_well: bool
     ) -> None:
         """SIGTERM for the leader, which ends its own children; SIGKILL for who is left."""
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
+        process.terminate()
         kill = asyncio.create_task(self._kill.wait())
         patience_s = self._patience.stop_s if was_well else self._patience.early_stop_s
         await asyncio.wait({exited, kill}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
         if kill.done() and not exited.done() and self._patience.hurry_s:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGINT)
             await asyncio.wait({exited}, timeout=self._patience.hurry_s)
         kill.cancel()
         await asyncio.gather(kill, return_exceptions=True)
@@ -295,8 +297,15 @@ class _Guard:
             await self._process.wait()
 
 
-def _describe_exit(code: int | None) -> str:
-    if code is not None and code < 0:
+async def _wait_exit(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code, or minus the number of the signal."""
+    while (code := process.poll()) is None:
+        await asyncio.sleep(guard.POLL_S)
+    return code
+
+
+def _describe_exit(code: int) -> str:
+    if code < 0:
         with contextlib.suppress(ValueError):
             return f"killed by {signal.Signals(-code).name}"
     return f"exited with code {code}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import http.server
 import os
 import re
@@ -190,6 +191,29 @@ async def test_a_child_is_restarted_when_that_is_asked_for(watched: Watched) -> 
     assert states[2:] == [State.STOPPING, State.STARTING, State.READY]
 
 
+@supervised(a={})
+async def test_a_child_is_kept_where_nothing_is_left_to_wait_by(watched: Watched) -> None:
+    """Neither a thread nor a descriptor more, once it runs."""
+    start = threading.Thread.start
+
+    def want_thread(thread: threading.Thread) -> None:
+        if "waitpid" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def want_descriptor(pid: int, flags: int = 0) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    child = watched.child("a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", want_thread)
+        patch.setattr(os, "pidfd_open", want_descriptor)
+        watched.supervisor.restart(child)
+        await watched.until(lambda: child.state is not State.READY)
+        await watched.until(lambda: child.state is State.READY)
+    assert child.num_crashes == 0
+
+
 @supervised(Patience(startup_s=20, stop_s=60, probe_s=0.05), a={"stubborn": True})
 async def test_stop_during_a_restart(watched: Watched) -> None:
     watched.supervisor.restart(watched.child("a"))
@@ -321,8 +345,8 @@ def test_a_child_may_end_just_before_a_second_stop() -> None:
     async def scenario() -> None:
         patience = Patience(hurry_s=10)
         supervisor = Supervisor([], None, lambda child: None, lambda: None, patience)
-        process = await asyncio.create_subprocess_exec("true", start_new_session=True)
-        await process.wait()
+        process = subprocess.Popen("true", start_new_session=True)
+        process.wait()
         supervisor.stop()
         supervisor.stop()
         exited = asyncio.create_task(asyncio.sleep(0.1, 0))  # its end is not known yet
