@@ -226,11 +226,16 @@ class Connection:
                 self._flush()
 
 
-def make_room(connections: Iterable[Connection], max_opening: int, max_in_all: int) -> None:
-    """End one where there are so many: the one that opens longest, or was silent longest."""
+def make_room(connections: Iterable[Connection], max_opening: int, max_in_all: int) -> bool:
+    """End one where there are so many: the one that opens longest, or was silent longest. Whether
+    there was one.
+    """
     everyone = [c for c in connections if not c.is_ended]
     opening = [c for c in everyone if not c.is_open]
     if opening and len(opening) >= max_opening:
         opening[0].end(TimeoutError("others came meanwhile"))
-    elif everyone and len(everyone) >= max_in_all:
+        return True
+    if everyone and len(everyone) >= max_in_all:
         min(everyone, key=lambda c: c.used_at).end(TimeoutError("others came meanwhile"))
+        return True
+    return False

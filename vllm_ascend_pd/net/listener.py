@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import time
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ _MAX_HELD_BYTES = 64 << 20
 _MAX_ACCEPTED_A_TURN = 64
 _LINGER_S = 0.2
 _BACKLOG = 1024
+_NOT_ACCEPTED_S = 0.1
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -94,7 +96,8 @@ class Listener:
                 return
             except OSError as e:  # no descriptor is left, or the peer has gone meanwhile
                 logger.warning("a connection could not be accepted: %s", e)
-                make_room(self._connections.values(), 0, 0)
+                if not make_room(self._connections.values(), 0, 0):
+                    time.sleep(_NOT_ACCEPTED_S)  # who is left without one stays in line
                 return
             make_room(self._connections.values(), _MAX_HANDSHAKES, _MAX_CONNECTIONS)
             self._add(stream, str(address[0]) if address else "a process of this user")

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from vllm_ascend_pd.net import listener as listener_module
+from vllm_ascend_pd.net.listener import Listener, listen
+from vllm_ascend_pd.net.reactor import Reactor
+
+FRAME = b"\x00\x00\x00\x02hi"
+LIMIT_S = 20.0
+
+
+class Rests:
+    """Instead of ``time``: counts, and lets a descriptor be there again after some rests."""
+
+    def __init__(self, most: int) -> None:
+        self.seconds: list[float] = []
+        self.want = threading.Event()
+        self.want.set()
+        self._most = most
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds.append(seconds)
+        if len(self.seconds) == self._most:
+            self.want.clear()
+
+
+class Scarce(socket.socket):
+    """A socket that can accept nobody while there is ``want``."""
+
+    want: threading.Event
+    num_calls = 0
+
+    def accept(self) -> tuple[socket.socket, object]:
+        self.num_calls += 1
+        if self.want.is_set():
+            raise OSError(errno.EMFILE, "Too many open files")
+        return super().accept()
+
+
+@pytest.fixture
+def rests(monkeypatch: pytest.MonkeyPatch) -> Rests:
+    made = Rests(3)
+    monkeypatch.setattr(listener_module, "time", made)
+    return made
+
+
+@pytest.fixture
+def reactor() -> Iterator[Reactor]:
+    made = Reactor("reactor")
+    yield made
+    made.stop()
+
+
+def scarce(rests: Rests) -> Scarce:
+    with listen("127.0.0.1", 0) as made:
+        listening = Scarce(fileno=made.detach())
+    listening.want = rests.want
+    return listening
+
+
+def test_want_of_descriptors_takes_no_core_where_nobody_can_make_room(
+    reactor: Reactor, rests: Rests
+) -> None:
+    listening, came = scarce(rests), threading.Event()
+    Listener(reactor, listening, None, lambda identity, frame: came.set())
+    reactor.start()
+    with socket.create_connection(listening.getsockname()) as peer:
+        peer.sendall(FRAME)
+        assert came.wait(LIMIT_S)
+    assert len(rests.seconds) == 3
+    assert listening.num_calls <= 6
+
+
+def test_who_was_silent_longest_makes_room(reactor: Reactor, rests: Rests) -> None:
+    listening, came = scarce(rests), threading.Semaphore(0)
+    listening.want.clear()
+    Listener(reactor, listening, None, lambda identity, frame: came.release())
+    reactor.start()
+    with socket.create_connection(listening.getsockname()) as silent:
+        silent.sendall(FRAME)
+        assert came.acquire(timeout=LIMIT_S)
+        silent.settimeout(LIMIT_S)
+        listening.want.set()
+        with socket.create_connection(listening.getsockname()) as peer:
+            while silent.recv(64):
+                pass
+            listening.want.clear()
+            peer.sendall(FRAME)
+            assert came.acquire(timeout=LIMIT_S)
