@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,36 @@ def test_an_adapter_that_nobody_here_can_read_is_like_no_other(tmp_path: Path) -
     one, again = (make(contents[0].hash_blocks, lora_request=lora) for _ in range(2))
     assert one.block_hashes == again.block_hashes
     assert make(contents[1].hash_blocks, lora_request=lora).block_hashes != one.block_hashes
+
+
+def test_files_that_cannot_be_read_where_the_workers_may_have_are_like_no_others(
+    content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they held before is not what the workers have loaded, or load now."""
+    lora = adapter(tmp_path / "a", b"old")
+    before = make(content.hash_blocks, lora_request=lora)
+    adapter(tmp_path / "a", b"newer")
+
+    def fail(files: object, full: bool) -> str:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    executor = Executor(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(content_module, "content_digest", fail)
+        request = make(content.hash_blocks, lora_request=lora)
+        assert not content.reload_adapter(request, executor)  # the workers have the old ones
+        assert request.block_hashes == before.block_hashes
+        executor.loaded.clear()
+        assert content.reload_adapter(request, executor)
+        evicted = make(content.hash_blocks, lora_request=lora)
+        assert evicted.block_hashes != before.block_hashes
+        assert content.note_loaded(lora)  # as somebody asked for from outside
+        loaded = make(content.hash_blocks, lora_request=lora)
+        assert loaded.block_hashes not in (before.block_hashes, evicted.block_hashes)
+    assert content.note_loaded(lora)
+    known = make(content.hash_blocks, lora_request=lora)
+    other = Content(HASH_BLOCKS, "bfloat16")
+    assert make(other.hash_blocks, lora_request=lora).block_hashes == known.block_hashes
 
 
 class IdentityWorld:

@@ -10,7 +10,6 @@ first block and so with all that follow. As long as there is neither, hashes are
 from __future__ import annotations
 
 import hashlib
-import logging
 import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +19,7 @@ from vllm_ascend_pd.engine.model_identity import weight_files
 from vllm_ascend_pd.engine.vllm_api.hashes import salt_anew, salt_of_client, use_hasher
 from vllm_ascend_pd.engine.vllm_api.lora import adapter_folder, ask_no_reload, with_reload
 from vllm_ascend_pd.engine.weight_files import content_digest, stat_key
+from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.types import GENERATION_SALT
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import BlockHash, Executor, LoRARequest, Request
 
 
-logger = logging.getLogger(__name__)
+logger = limited_logger(__name__)
 
 _OURS = "pd-"
 """Salts of clients that begin like that are hashed too, so that none can be made to look like one
@@ -93,11 +93,14 @@ class Content:
 
     def _adapter(self, lora: LoRARequest) -> str:
         if (known := self._adapters.get(lora.lora_int_id)) is None:
-            known = self._adapters[lora.lora_int_id] = self.read_adapter(lora)
+            known = self._adapters[lora.lora_int_id] = self._read_adapter(lora) or _like_no_other()
         return known
 
-    def note_adapter(self, lora: LoRARequest, content: str) -> bool:
+    def note_loaded(self, lora: LoRARequest) -> bool:
         """The workers have loaded it; whether it differs from what they had."""
+        return self._note_adapter(lora, self._read_adapter(lora) or _like_no_other())
+
+    def _note_adapter(self, lora: LoRARequest, content: str) -> bool:
         changed = self._adapters.get(lora.lora_int_id, content) != content
         self._adapters[lora.lora_int_id] = content
         self._remember(lora)
@@ -133,9 +136,10 @@ class Content:
         lora = request.lora_request
         if lora is None:
             return False
-        content, known = self.read_adapter(lora), self._adapters.get(lora.lora_int_id)
+        content, known = self._read_adapter(lora), self._adapters.get(lora.lora_int_id)
         changed = content != known and (
-            lora.load_inplace or lora.lora_int_id not in executor.list_loras()
+            (lora.load_inplace and content is not None)
+            or lora.lora_int_id not in executor.list_loras()
         )
         if changed:
             try:
@@ -143,14 +147,16 @@ class Content:
             except Exception as e:  # noqa: BLE001 - the request itself says what is wrong with it
                 logger.warning("adapter %s could not be loaded again: %s", lora.lora_name, e)
                 return False
-            self.note_adapter(lora, content)
+            self._note_adapter(lora, content or _like_no_other())
         if lora.load_inplace:
             ask_no_reload(request, lora)
         self._remember(lora)
         return changed
 
-    def read_adapter(self, lora: LoRARequest) -> str:
-        """A digest of all its files; they are read when they have changed."""
+    def _read_adapter(self, lora: LoRARequest) -> str | None:
+        """A digest of all its files, which are read when they have changed; ``None`` where they
+        cannot be read.
+        """
         path = adapter_folder(lora)
         try:
             files = weight_files(Path(path))
@@ -162,7 +168,11 @@ class Content:
                 content = f"{content_digest(files, full=True)} {self._lora_options}"
                 self._read[path] = read = key, content
         except OSError as e:
-            if (read := self._read.get(path)) is None:
-                logger.warning("adapter %s: its files cannot be read: %s", lora.lora_name, e)
-                self._read[path] = read = "", secrets.token_hex(8)
+            logger.warning("adapter %s: its files cannot be read: %s", lora.lora_name, e)
+            return None
         return read[1]
+
+
+def _like_no_other() -> str:
+    """Content that nobody can tell."""
+    return secrets.token_hex(8)

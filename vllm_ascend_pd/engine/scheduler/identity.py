@@ -99,7 +99,7 @@ class Identity:
         return "" if lora is None else self._content.adapter_digest(lora)
 
     def on_lora_loaded(self, lora: LoRARequest) -> None:
-        if self._content.note_adapter(lora, self._content.read_adapter(lora)):
+        if self._content.note_loaded(lora):
             self._renew_users(lora)
 
     def adapter(self, name: str) -> LoRARequest | None:
