@@ -99,8 +99,12 @@ def stat_key(files: Sequence[Path], full: bool = False) -> str:
 def _read_digest(files: Sequence[Path], full: bool) -> str:
     started = time.monotonic()
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(_NUM_THREADS, "pd-identity") as threads:
-        found = list(threads.map(lambda file: _file_digest(file, full), files))
+    try:
+        with ThreadPoolExecutor(_NUM_THREADS, "pd-identity") as threads:
+            found = list(threads.map(lambda file: _file_digest(file, full), files))
+    except RuntimeError as e:
+        logger.warning("weights are read file by file: %s", e)  # no thread is left
+        found = [_file_digest(file, full) for file in files]
     for file, (of_file, _) in sorted(zip(files, found, strict=True)):
         digest.update(f"{file.name} {of_file}\n".encode())
     logger.info(

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -160,3 +161,23 @@ def test_what_is_kept_of_files_and_damaged_is_read_anew(
     kept.write_bytes(damaged)
     assert content_digest([tmp_path / "a" / "model.safetensors"]) == digest
     assert kept.read_text() == digest
+
+
+@pytest.mark.parametrize("num_threads", [0, 1])
+def test_want_of_threads_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_threads: int
+) -> None:
+    files = [tmp_path / name for name in ("a", "b", "c")]
+    for file in files:
+        file.write_bytes(file.name.encode())
+    expected, left = weight_files._read_digest(files, True), [None] * num_threads
+    start = threading.Thread.start
+
+    def want(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", want)
+    assert weight_files._read_digest(files, True) == expected
