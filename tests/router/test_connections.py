@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import random
+import resource
 import socket
 import threading
 import time
@@ -16,11 +18,13 @@ from typing import Any
 import pytest
 import uvloop
 
-from tests.router.harness import run
+from tests.router.harness import FAST, run, until
 from tests.router.scripted_engine import ScriptedEngine
+from vllm_ascend_pd.router import server as server_module
 from vllm_ascend_pd.router.deadlines import Deadline, LoopLag
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.http_client import MAX_CONNECTING, EngineClient, kind_of
+from vllm_ascend_pd.router.server import RouterServer, bind
 
 
 async def get(client: EngineClient, timeout_s: float = 40.0) -> int | Failure:
@@ -219,5 +223,28 @@ def test_deadline_of_a_loop_that_is_in_time_ends() -> None:
         await expired.wait()
         assert deadline.has_expired
         lag.stop()
+
+    run(test)
+
+
+def test_want_of_files_is_told_for_clients_are_cut_off_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "REFRESH_S", 0.0)
+    caplog.set_level(logging.INFO)
+
+    async def test() -> None:
+        server, sock = RouterServer(FAST), bind("127.0.0.1", 0)
+        await server.start(sock)
+        counts = server.router.metrics.snapshot
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            await until(lambda: dict(counts().counters["out_of_files"]).get((), 0) >= 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        await until(lambda: "clients are taken again" in caplog.text)
+        assert caplog.text.count("clients are cut off: this router may open no file more") == 1
+        await server.stop()
 
     run(test)

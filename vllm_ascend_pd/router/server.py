@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -88,6 +90,7 @@ class RouterServer:
         self._runner: Runner | None = None
         self._refresher: asyncio.Task[None] | None = None
         self._certificate: ServerCertificate | None = None
+        self._has_files = True
 
     async def start(self, sock: socket.socket) -> None:
         limits = self.config.limits
@@ -132,12 +135,31 @@ class RouterServer:
         while True:
             await asyncio.sleep(REFRESH_S)
             try:
+                self._look_for_files()
                 if self._certificate is not None:
                     self._certificate.refresh()
                 self._static.refresh()
                 await self.router.refresh(time.monotonic())
             except Exception:
                 logger.exception("refreshing")  # the next round may find what this one did not
+
+    def _look_for_files(self) -> None:
+        """Whether a descriptor is left. Who connects without one is cut off by libuv, which tells
+        nobody.
+        """
+        had_files, self._has_files = self._has_files, True
+        try:
+            os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as e:
+            if e.errno not in (errno.EMFILE, errno.ENFILE):
+                return
+            self._has_files = False
+            self.router.metrics.add("out_of_files")
+        if had_files and not self._has_files:
+            limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            logger.warning("clients are cut off: this router may open no file more (%d)", limit)
+        elif self._has_files and not had_files:
+            logger.info("clients are taken again: there are files left")
 
 
 class Stopping:

@@ -59,6 +59,7 @@ COUNTERS: dict[str, tuple[str, tuple[str, ...]]] = {
     "not_moved": ("Requests that could not move when somebody wanted it", ("reason", "cause")),
     "role_switches": ("Engines that --roles auto used for something else", ("role",)),
     "not_resumed": ("Broken streams that nothing was promised for, by cause", ("cause",)),
+    "out_of_files": ("Looks, one a second, that found no file descriptor left", ()),
     "worker_restarts": ("Workers that ended by themselves and were started again", ()),
 }
 HISTOGRAMS = {
