@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
 import logging
 import os
@@ -55,6 +56,10 @@ class Rotation:
                 with contextlib.suppress(FileNotFoundError):
                     newer.replace(older)
             copy.replace(old[0])
+        except OSError as e:
+            if e.errno == errno.ENOSPC:
+                old[-1].unlink(missing_ok=True)  # it goes anyway: the next time there is its room
+            raise
         finally:
             copy.unlink(missing_ok=True)  # a part, where the disk is full
 

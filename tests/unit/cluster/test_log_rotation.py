@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,3 +98,22 @@ def test_want_of_a_thread_ends_no_rotation(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(log_rotation, "CHECK_S", 0)
     asyncio.run(until_cut(log))
     assert texts(tmp_path) == {"a.log": "", "a.log.1": "1234567"}
+
+
+def test_where_a_disk_is_full_the_oldest_log_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, log, oldest = shutil.copyfile, tmp_path / "a.log", tmp_path / "a.log.2"
+
+    def copy_if_room(source: Path, target: Path) -> None:
+        if oldest.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        copy(source, target)
+
+    log.write_text("1234567")
+    log.with_name("a.log.1").write_text("older")
+    oldest.write_text("oldest")
+    monkeypatch.setattr(shutil, "copyfile", copy_if_room)
+    monkeypatch.setattr(log_rotation, "CHECK_S", 0)
+    asyncio.run(asyncio.wait_for(until_cut(log), 20))
+    assert texts(tmp_path) == {"a.log": "", "a.log.1": "1234567", "a.log.2": "older"}
