@@ -65,6 +65,7 @@ def profile(
     ] = None,
 ) -> None:
     import asyncio
+    import os
 
     from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.planner.measure import EngineLimits, Grid, take_profile
@@ -73,6 +74,8 @@ def profile(
 
     if not router.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{router!r} is not http://HOST:PORT", param_hint="URL")
+    if not os.access(out.parent, os.W_OK | os.X_OK):  # before minutes of measuring
+        raise typer.BadParameter(f"{out.parent} takes no files", param_hint="--out")
     first, last = (_numbers("--token-ids", token_ids, ":") * 2)[:2]
     if first >= last:
         raise typer.BadParameter(f"{token_ids!r} is not FIRST:LAST", param_hint="--token-ids")

@@ -86,6 +86,7 @@ def test_wrong_options_are_named(words: list[str], more: tuple[str, ...], messag
         (("http://127.0.0.1:9",), "http://127.0.0.1:9/instances does not answer"),
         (("http://127.0.0.1:9", "--tokens", "1,x"), "--tokens"),
         (("http://127.0.0.1:9", "--token-ids", "9"), "--token-ids"),
+        (("http://127.0.0.1:9", "--out", "/none/profile.json"), "/none takes no files"),
         (("http://127.0.0.1:9", "--tokens", "\u00b2"), "--tokens"),
     ],
 )
