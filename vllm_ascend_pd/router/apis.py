@@ -25,8 +25,10 @@ class API:
 
 APIS = {
     COMPLETIONS: API(("prompt",), ("max_tokens",)),
-    CHAT: API(("messages", "tools"), ("max_completion_tokens", "max_tokens")),
-    RESPONSES: API(("input", "instructions", "tools"), ("max_output_tokens",)),
+    CHAT: API(("messages", "tools", "documents"), ("max_completion_tokens", "max_tokens")),
+    RESPONSES: API(
+        ("input", "instructions", "tools", "previous_input_messages"), ("max_output_tokens",)
+    ),
     MESSAGES: API(("messages", "system", "tools"), ("max_tokens",)),
 }
 

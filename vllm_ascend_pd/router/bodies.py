@@ -73,6 +73,7 @@ class Body:
     a message whose one token is a part of its forced call), ``TRUNCATION``, or
     ``previous_response`` (only one engine has it)."""
     num_max_tokens: int
+    """Of all answers that it asks for."""
     is_stream: bool
     """As far as the router can tell: engines also read ``1`` and ``"true"``."""
     is_background: bool
@@ -138,17 +139,19 @@ def parse(path: str, raw: bytes) -> Body:
         changed |= _drop_from_xargs(fields)
     api = APIS[path]
     first = bytes(fields.get(api.prompt[0], b""))
-    if not first and "prompt_embeds" not in fields:
+    if not first and not _has_embeds(fields):
         raise BadRequest(f"'{api.prompt[0]}' is missing", api.prompt[0])
     previous = _string(fields, "previous_response_id") if path == RESPONSES else None
+    num_prompts = _num_prompts(path, first)
+    num_answers = num_prompts * max(1, _number(fields, "n") or 1)
     return Body(
         path,
         _encoder.encode(fields) if changed else raw,
         fields,
         _string(fields, "model"),
         b"".join(bytes(fields.get(name, b"")) for name in api.prompt),
-        "previous_response" if previous else _decode_only(path, fields, first),
-        _num_max_tokens(fields, api.max_tokens),
+        "previous_response" if previous else _decode_only(path, fields, num_prompts),
+        num_answers * _num_max_tokens(fields, api.max_tokens),
         _is_true(fields, "stream"),
         path == RESPONSES and _is_true(fields, "background"),
         previous,
@@ -257,10 +260,10 @@ def _is_true(fields: Fields, name: str) -> bool:
     return bytes(fields.get(name, b"false")).lower() not in _FALSY
 
 
-def _decode_only(path: str, fields: Fields, prompt: bytes) -> str | None:
-    if "prompt_embeds" in fields:
+def _decode_only(path: str, fields: Fields, num_prompts: int) -> str | None:
+    if _has_embeds(fields):
         return "prompt_embeds"
-    if path == COMPLETIONS and _PROMPTS.match(prompt) and _num_items(prompt) > 1:
+    if num_prompts > 1:
         return "batch"
     if path == MESSAGES:
         return "tool_choice" if _forces_call(fields) else None
@@ -272,6 +275,10 @@ def _decode_only(path: str, fields: Fields, prompt: bytes) -> str | None:
         return "prompt_logprobs"
     is_cut = bytes(fields.get("truncate_prompt_tokens", b"")).strip(b'" ').startswith(b"-")
     return TRUNCATION if is_cut else None
+
+
+def _has_embeds(fields: Fields) -> bool:
+    return bytes(fields.get("prompt_embeds", b"null")) not in (b"null", b"[]")
 
 
 def _forces_call(fields: Fields) -> bool:
@@ -287,16 +294,22 @@ def _has_prompt_logprobs(path: str, fields: Fields) -> bool:
     return _is_true(fields, "echo") and bytes(fields.get(name, default)) != b"null"
 
 
-def _num_items(prompts: bytes) -> int:
-    return len(_items_decoder.decode(prompts))
+def _num_prompts(path: str, prompt: bytes) -> int:
+    if path == COMPLETIONS and _PROMPTS.match(prompt):
+        return len(_items_decoder.decode(prompt))
+    return 1
 
 
 def _num_max_tokens(fields: Fields, names: tuple[str, ...]) -> int:
-    for name in names:
-        raw = bytes(fields.get(name, b""))
-        if raw.isdigit() and len(raw) < 10:
-            return int(raw)
-    return 16
+    """Of one answer."""
+    told = (_number(fields, name) for name in names)
+    return next((number for number in told if number is not None), 16)
+
+
+def _number(fields: Fields, name: str) -> int | None:
+    """If it says one that engines could take."""
+    raw = bytes(fields.get(name, b""))
+    return int(raw) if raw.isdigit() and len(raw) < 10 else None
 
 
 def concurrent_params(transfer_id: str, kv: KVEndpoint) -> msgspec.Raw:

@@ -168,6 +168,38 @@ def test_prompt_embeds_need_no_prompt() -> None:
     assert parse(COMPLETIONS, b'{"prompt_embeds": "AA=="}').decode_only == "prompt_embeds"
 
 
+@pytest.mark.parametrize("none", [None, []])
+def test_prompt_embeds_that_are_none_leave_a_prompt_to_be_computed(none: Any) -> None:
+    """As who writes out every field of vLLM's request sends them."""
+    body = {"prompt": "x", "prompt_embeds": none}
+    assert parse(COMPLETIONS, json.dumps(body).encode()).decode_only is None
+    with pytest.raises(BadRequest):
+        parse(COMPLETIONS, json.dumps({"prompt_embeds": none}).encode())
+
+
+def test_documents_make_a_prompt() -> None:
+    documents = [{"title": "a", "text": "b" * 4000}]
+    body = {"messages": [{"role": "user", "content": "x"}], "documents": documents}
+    parsed = parse(CHAT, json.dumps(body).encode())
+    assert PromptLengths().estimate(None, parsed.prompt) > 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "num"),
+    [
+        ({"max_tokens": 7, "n": 3}, 21),
+        ({"max_tokens": 7, "n": None}, 7),
+        ({"max_tokens": 7, "prompt": ["a", "b", "c"], "n": 2}, 42),
+        ({"n": 2}, 32),
+        ({"max_tokens": 7, "n": -1}, 7),
+    ],
+    ids=str,
+)
+def test_all_answers_of_a_request_count(fields: dict[str, Any], num: int) -> None:
+    body = parse(COMPLETIONS, json.dumps({"prompt": "x", **fields}).encode())
+    assert body.num_max_tokens == num
+
+
 @pytest.mark.parametrize(
     ("raw", "kept"),
     [
