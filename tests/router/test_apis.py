@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from tests.router.harness import FAST, deployed, run
-from tests.router.scripted_answers import Answer
+from tests.router.scripted_answers import FORMS, Answer
 from tests.router.scripted_engine import Received, ScriptedEngine
 from vllm_ascend_pd.router.config import Limits
 
@@ -275,6 +276,46 @@ def test_each_chat_of_a_batch_has_a_prefill_leg() -> None:
             assert min(len(engine.received) for engine in d.decodes) >= 35
 
     run(test)
+
+
+def test_batch_has_the_name_that_its_body_tells() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            url = f"{d.url}/v1/chat/completions/batch"
+            for told, headers, name in (
+                ("mine", {}, "mine"),
+                ("mine", {"x-request-id": "yours"}, "yours"),
+                ("no name", {}, None),
+            ):
+                body = batch("One", "Two", request_id=told)
+                async with d.http.post(url, json=body, headers=headers) as response:
+                    assert response.status == 200
+                    answer, given = await response.json(), response.headers["x-request-id"]
+                assert answer["id"] == f"chatcmpl-{given}"
+                assert name in (None, given)
+                sent = {one.headers["x-request-id"] for one in d.decodes[0].received[-2:]}
+                assert sent == {f"{given}-0", f"{given}-1"}
+
+    run(test)
+
+
+def test_batch_tells_nothing_that_is_one_chats() -> None:
+    """As vLLM's own answer to a batch has it."""
+    chat = FORMS["/v1/chat/completions"]
+
+    def whole(answer: Answer, has_stopped: bool) -> dict[str, Any]:
+        more = {"metrics": {"generation_time_ms": 1.0}, "prompt_token_ids": [1]}
+        return {**chat.whole(answer, has_stopped), **more}
+
+    async def test() -> None:
+        async with deployed() as d:
+            url = f"{d.url}/v1/chat/completions/batch"
+            async with d.http.post(url, json=batch("One", "Two")) as response:
+                answer = await response.json()
+        assert (answer["metrics"], answer["prompt_token_ids"]) == (None, None)
+
+    with patch.dict(FORMS, {"/v1/chat/completions": replace(chat, whole=whole)}):
+        run(test)
 
 
 def test_chat_that_fails_fails_its_batch() -> None:

@@ -228,6 +228,17 @@ def test_what_was_expected_is_compared_with_what_engines_say() -> None:
     run(test)
 
 
+def test_salt_that_is_none_is_no_salt() -> None:
+    async def test() -> None:
+        async with cluster() as (d, engines, publishers):
+            await publish_prompt(d, "p1", publishers["p1"], 8)
+            for _ in range(3):
+                assert (await d.post(prompt=TOKENS, cache_salt=None))[0] == 200
+            assert len(engines["p1"].received) == 3
+
+    run(test)
+
+
 def test_text_is_tokenized_by_an_engine_once() -> None:
     async def test() -> None:
         async with cluster() as (d, engines, publishers):

@@ -95,6 +95,18 @@ def test_seeded_stream_goes_on() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    "fields", [{"thinking_token_budget": -1}, {"stream_interval": 3}, {"prompt_embeds": None}]
+)
+def test_what_asks_for_nothing_that_is_lost_goes_on(fields: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT) as d:
+            got = await broken(d, "break(2)", **fields)
+            assert got[-1] == "[DONE]"
+
+    run(test)
+
+
 def test_stream_of_a_prompt_that_is_cut_goes_on() -> None:
     """Its engine has computed the prompt alone."""
 

@@ -171,6 +171,10 @@ class Batch:
         """That each chat's body has besides its messages."""
         return sum(len(name) + len(bytes(value)) for name, value in self.fields.items())
 
+    def string(self, name: str) -> str | None:
+        """One of its fields; ``BadRequest`` if it is no string."""
+        return _string(self.fields, name)
+
     def body(self, index: int) -> bytes:
         return _encoder.encode({**self.fields, "messages": self.chats[index]})
 

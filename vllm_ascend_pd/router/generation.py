@@ -42,7 +42,13 @@ BATCH_AT_ONCE = 64
 """Chats of one batch that are in progress at a time."""
 MAX_CHATS = 4096
 """Of a batch."""
-_OF_ONE_CHAT = ("kv_transfer_params", "prompt_logprobs", "prompt_text", "prompt_token_ids")
+_OF_ONE_CHAT = (
+    "kv_transfer_params",
+    "metrics",
+    "prompt_logprobs",
+    "prompt_text",
+    "prompt_token_ids",
+)
 
 
 @dataclass(slots=True)
@@ -64,7 +70,7 @@ class Generation:
         if trace.request.path != BATCH:
             body = parse(trace.request.path, raw)
             if body.path in (COMPLETIONS, CHAT):
-                _name_as_told(trace, body)
+                _name_as_told(trace, body.string("request_id"))
             return await self._one(trace, body)
         batch = split_batch(raw)
         if isinstance(batch, str):
@@ -73,6 +79,7 @@ class Generation:
                 raise BadRequest(message, batch)
             return await self.passthrough.send(trace, raw)
         self._check_size(batch)
+        _name_as_told(trace, batch.string("request_id"))
         most = min(len(batch.chats), BATCH_AT_ONCE)
         with more_in_progress(trace.tenant, most - 1) as num_more:
             return await self._batch(trace, batch, 1 + num_more)
@@ -142,7 +149,8 @@ class Generation:
         is_of_adapter = (
             not isinstance(instance, Unavailable) and body.model in instance.adapter_names
         )
-        routed.has_own_blocks = "cache_salt" in body.fields or is_of_adapter
+        has_salt = bytes(body.fields.get("cache_salt", b"null")) != b"null"
+        routed.has_own_blocks = has_salt or is_of_adapter
         if body.decode_only is None and not isinstance(instance, Unavailable):
             routed.token_ids = await self.tokenizer.token_ids(body, instance, headers)
             if routed.token_ids is not None:
@@ -190,10 +198,10 @@ class Generation:
         return response
 
 
-def _name_as_told(trace: Trace, body: Body) -> None:
+def _name_as_told(trace: Trace, told: str | None) -> None:
     """By the body, which counts for vLLM where there is no header."""
-    told = None if "x-request-id" in trace.request.headers else body.string("request_id")
-    if told is not None and is_request_id(told):
+    has_header = "x-request-id" in trace.request.headers
+    if told is not None and not has_header and is_request_id(told):
         trace.request_id = told
         others = [(name, value) for name, value in trace.headers if name != REQUEST_ID]
         trace.headers = [*others, (REQUEST_ID, told.encode())]

@@ -42,7 +42,7 @@ HARMLESS: dict[str, tuple[bytes, ...]] = {
     "prompt_logprob_token_ids": (b"null",),
     "echo": (b"null", b"false"),
     "include_reasoning": (b"null", b"true"),
-    "thinking_token_budget": (b"null",),
+    "thinking_token_budget": (b"null", b"-1"),
 }
 """Fields with which an answer cannot go on, unless they say this: several answers at once, numbers
 or text of tokens that are not computed again, or tokens that the engine does not tell."""
