@@ -356,6 +356,23 @@ def test_stream_that_breaks_ends_with_an_error_event(fault: str) -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("fields", "ends"),
+    [({}, False), ({"include_reasoning": False}, True), ({"stream_interval": 200}, True)],
+    ids=str,
+)
+def test_stream_may_be_silent_as_its_client_asked(fields: dict[str, Any], ends: bool) -> None:
+    """vLLM sends nothing while it hides reasoning, nor until so many tokens are there."""
+
+    async def test() -> None:
+        config = replace(FAST, timeouts=replace(FAST.timeouts, idle_s=0.1, answer_s=20))
+        async with deployed(config=config, token_s=0.4) as d:
+            _, _, body = await d.post("/v1/chat/completions", stream=True, max_tokens=2, **fields)
+            assert (events(body)[-1] == "[DONE]") is ends
+
+    run(test)
+
+
 @pytest.mark.parametrize("order", ["prefill-first", "concurrent"])
 @pytest.mark.parametrize("moment", ["prefill", "decode", "stream"])
 def test_client_that_leaves_ends_both_legs(order: str, moment: str) -> None:

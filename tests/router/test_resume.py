@@ -402,6 +402,17 @@ def test_stream_of_an_engine_that_answers_no_probes_goes_on() -> None:
     run(test)
 
 
+def test_engine_that_goes_on_may_be_silent_as_its_client_asked() -> None:
+    async def test() -> None:
+        config = replace(PATIENT, timeouts=replace(PATIENT.timeouts, idle_s=0.1, answer_s=20))
+        async with deployed(1, 2, config, token_s=0.3) as d:
+            got = await broken(d, "break(2)", stream_interval=200, max_tokens=5)
+            assert text(got) == text(uninterrupted(d.decodes[0].received[0]))
+            assert d.count("resumes_total", kind="exact", outcome="ok") == 1
+
+    run(test)
+
+
 def test_engine_that_tells_of_errors_within_streams_is_not_taken_out() -> None:
     """A request may be what brings them about."""
 

@@ -151,16 +151,18 @@ class EventStream:
         idle_s: float,
         find_usage: Callable[[bytes], tuple[int, int] | None] | None = None,
         headers: dict[str, str] | None = None,
+        silence_s: float | None = None,
     ) -> None:
-        """``headers``: more than the engine's."""
+        """``idle_s``: seconds that the client may not read. ``headers``: more than the engine's."""
         self._trace = trace
         self._request = trace.request
         self._find_usage = find_usage
         self.usage: tuple[int, int] | None = None
         """What ``find_usage`` found last."""
         self._metrics = metrics
-        self.idle_s = idle_s
-        """Seconds that the next piece may take."""
+        self._idle_s = idle_s
+        self.silence_s = idle_s if silence_s is None else silence_s
+        """Seconds that the engine's next piece may take."""
         self._headers = headers or {}
         self._answer: web.StreamResponse | None = None
         self._held = b""
@@ -214,7 +216,7 @@ class EventStream:
                     await self.write(events)
                 if failure is not None:
                     return failure
-            response.set_deadline(self.idle_s, "the next token")
+            response.set_deadline(self.silence_s, "the next token")
             piece = await response.next()
             if isinstance(piece, bytes):
                 now = time.monotonic()
@@ -251,7 +253,7 @@ class EventStream:
             await answer.write(data)
             return
         # The client is behind: it may be slow, but not for ever.
-        stalled = asyncio.get_running_loop().call_later(self.idle_s, transport.abort)
+        stalled = asyncio.get_running_loop().call_later(self._idle_s, transport.abort)
         try:
             await answer.write(data)
         finally:

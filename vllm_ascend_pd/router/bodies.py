@@ -7,6 +7,7 @@ changed. Of what an engine does with a body, only the prefill leg's length and f
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from vllm_ascend_pd.router.apis import APIS, COMPLETIONS, MESSAGES, NOT_FOR_PREF
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.registration import KVEndpoint
+    from vllm_ascend_pd.router.config import Timeouts
 
 KV_PARAMS = "kv_transfer_params"
 ENGINE_PARAMS = (KV_PARAMS, "ec_transfer_params", "kv_cache_report_mode")
@@ -89,6 +91,13 @@ class Body:
     def is_true(self, name: str) -> bool:
         """As engines read one of its fields."""
         return _is_true(self.fields, name)
+
+    def silence_s(self, timeouts: Timeouts) -> float:
+        """How long an engine may send nothing within its stream: it hides what is reasoning, or
+        tells of so many tokens at once."""
+        hides = bytes(self.fields.get("include_reasoning", b"true")).lower() in _FALSY
+        num_tokens = math.inf if hides else _number(self.fields, "stream_interval") or 1
+        return max(timeouts.idle_s, min(num_tokens * timeouts.idle_s, timeouts.answer_s))
 
     def add(self, name: str, value: msgspec.Raw) -> None:
         """For the engine that decodes, whatever the client says there."""

@@ -44,7 +44,8 @@ class Timeouts:
     first_token_s: float = 300.0
     """From the start of a streamed decode leg to its first token."""
     idle_s: float = 120.0
-    """Between two tokens of a stream; and how long a client may not read."""
+    """Between two tokens of a stream, see also ``Body.silence_s``; and how long a client may not
+    read."""
     answer_s: float = 3600.0
     """A decode leg that is not streamed."""
 

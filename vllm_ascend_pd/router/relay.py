@@ -331,6 +331,7 @@ class Relay:
                     self.config.timeouts.idle_s,
                     find_prompt_usage if reads else None,
                     {} if self.config.retries.resume == "off" else {RESUMES: str(job.promise)},
+                    job.body.silence_s(self.config.timeouts),
                 )
                 broken = await self._stream(events, result, leg, answering)
                 if broken is not None:

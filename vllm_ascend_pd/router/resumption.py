@@ -137,8 +137,8 @@ class Resumption:
             assert isinstance(stream, Stream)
             job.trace.num_moves += 1
             job.trace.decode = leg.instance.instance_id
-            idle_s = self.config.timeouts.idle_s
-            return await self._relay(job, broken, transcript, leg, stream, idle_s)
+            silence_s = job.body.silence_s(self.config.timeouts)
+            return await self._relay(job, broken, transcript, leg, stream, silence_s)
         finally:
             move.close()
 
@@ -171,8 +171,9 @@ class Resumption:
                 return "timeout"
             if isinstance(found, str):
                 return found
-            idle_s = max(timeouts.idle_s, left_s)  # the engine may compute the prompt now
-            return await self._relay(job, broken, transcript, *found, idle_s)
+            # The engine may compute the prompt now.
+            silence_s = max(job.body.silence_s(timeouts), left_s)
+            return await self._relay(job, broken, transcript, *found, silence_s)
 
     async def _relay(
         self,
@@ -181,9 +182,9 @@ class Resumption:
         transcript: Transcript,
         leg: Leg,
         stream: Stream,
-        idle_s: float,
+        silence_s: float,
     ) -> str:
-        """What the client lacks of this stream; what came of it. ``idle_s``: for its first new
+        """What the client lacks of this stream; what came of it. ``silence_s``: for its first new
         token."""
         trace, events, since = job.trace, broken.events, broken.since
         is_resumed = broken.stage is not None
@@ -195,11 +196,11 @@ class Resumption:
             waited(now - since)
             if broken.stage is not None:
                 broken.stage.first_token_s = now
-            events.idle_s = self.config.timeouts.idle_s
+            events.silence_s = job.body.silence_s(self.config.timeouts)
             broken.failed.clear()
             job.answered()
 
-        events.idle_s = idle_s
+        events.silence_s = silence_s
         told = told_of(trace, job.promise, trace.num_resumes + is_resumed)
         splice = Splice(transcript, told, began)
         with self.moves.answering(job, leg.instance) as answering:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from vllm_ascend_pd.registration import KVEndpoint
 from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES, has_token
 from vllm_ascend_pd.router.bodies import BadRequest, concurrent_params, parse, parse_other
+from vllm_ascend_pd.router.config import Timeouts
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.health import parse_load
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage, parse_prefill_answer
@@ -182,6 +183,26 @@ def test_documents_make_a_prompt() -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "documents": documents}
     parsed = parse(CHAT, json.dumps(body).encode())
     assert PromptLengths().estimate(None, parsed.prompt) > 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "seconds"),
+    [
+        ({}, 10),
+        ({"include_reasoning": True, "stream_interval": 1}, 10),
+        ({"include_reasoning": False}, 100),
+        ({"stream_interval": 4}, 40),
+        ({"stream_interval": 400}, 100),
+        ({"stream_interval": 0}, 10),
+    ],
+    ids=str,
+)
+def test_engine_may_be_silent_as_long_as_was_asked_for(
+    fields: dict[str, Any], seconds: float
+) -> None:
+    body = parse(CHAT, json.dumps({"messages": [], **fields}).encode())
+    assert body.silence_s(Timeouts(idle_s=10, answer_s=100)) == seconds
+    assert body.silence_s(Timeouts(idle_s=1000, answer_s=100)) == 1000
 
 
 @pytest.mark.parametrize(
