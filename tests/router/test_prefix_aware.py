@@ -239,6 +239,21 @@ def test_salt_that_is_none_is_no_salt() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("prompt", [TOKENS, "some text"], ids=["token_ids", "text"])
+def test_prompt_that_is_cut_is_not_looked_for(prompt: str | list[int]) -> None:
+    """``/tokenize`` cuts nothing."""
+
+    async def test() -> None:
+        async with cluster() as (d, engines, publishers):
+            await publish_prompt(d, "p1", publishers["p1"], 8)
+            for _ in range(4):
+                assert (await d.post(prompt=prompt, truncate_prompt_tokens=20))[0] == 200
+            assert len(engines["p1"].received) == 2
+            assert not any(engine.num_tokenized for engine in engines.values())
+
+    run(test)
+
+
 def test_text_is_tokenized_by_an_engine_once() -> None:
     async def test() -> None:
         async with cluster() as (d, engines, publishers):

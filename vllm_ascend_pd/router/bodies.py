@@ -88,6 +88,10 @@ class Body:
         """One of its fields; ``BadRequest`` if it is no string."""
         return _string(self.fields, name)
 
+    def says(self, name: str) -> bool:
+        """Whether one of its fields is there, and not null."""
+        return bytes(self.fields.get(name, b"null")) != b"null"
+
     def is_true(self, name: str) -> bool:
         """As engines read one of its fields."""
         return _is_true(self.fields, name)

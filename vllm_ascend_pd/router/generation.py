@@ -149,8 +149,7 @@ class Generation:
         is_of_adapter = (
             not isinstance(instance, Unavailable) and body.model in instance.adapter_names
         )
-        has_salt = bytes(body.fields.get("cache_salt", b"null")) != b"null"
-        routed.has_own_blocks = has_salt or is_of_adapter
+        routed.has_own_blocks = body.says("cache_salt") or is_of_adapter
         if body.decode_only is None and not isinstance(instance, Unavailable):
             routed.token_ids = await self.tokenizer.token_ids(body, instance, headers)
             if routed.token_ids is not None:

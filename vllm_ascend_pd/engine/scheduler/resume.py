@@ -53,7 +53,7 @@ logger = limited_logger(__name__)
 EXACT = "exact"
 SAMPLED = "sampled"
 _TRANSFERS = ("do_remote_prefill", "do_remote_decode")
-_STAYING = (
+STAYING = (
     "logprobs",
     "prompt_logprobs",
     "logprob_token_ids",
@@ -195,7 +195,7 @@ class Resumes(Part):
             "prompt_embeds": request.prompt_token_ids is None or request.prompt_embeds is not None,
             "n": parent_id(request.request_id) is not None,
             "step_data": self._returns_step_data,
-            **{name: getattr(sampling, name, None) is not None for name in _STAYING},
+            **{name: getattr(sampling, name, None) is not None for name in STAYING},
             **{name: bool(params.get(name)) for name in _TRANSFERS},
         }
         if is_forwarded and sampling is not None and sampling.logprobs is not None:

@@ -29,9 +29,13 @@ _CHAT = (
     "add_special_tokens",
     "chat_template",
     "chat_template_kwargs",
+    "media_io_kwargs",
     "mm_processor_kwargs",
     "tools",
 )
+_OF_TEMPLATE = ("documents", "reasoning_effort")
+"""What a chat's server tells its template beside ``chat_template_kwargs``, and ``/tokenize``
+does not."""
 
 _ids_decoder: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[TokenId, ...])
 
@@ -53,15 +57,16 @@ class Tokenizer:
     ) -> tuple[int, ...] | None:
         """``None`` if the engine does not say, or a number can be none; then the request is routed
         without."""
-        if body.path not in (CHAT, COMPLETIONS):
+        if body.path not in (CHAT, COMPLETIONS) or body.says("truncate_prompt_tokens"):
             return None
         if body.path != CHAT and body.prompt.startswith(b"["):
             try:
                 return _ids_decoder.decode(body.prompt)
             except msgspec.MsgspecError:
                 return None
-        names = _CHAT if body.path == CHAT else _COMPLETION
-        asked = msgspec.json.encode({n: body.fields[n] for n in names if n in body.fields})
+        asked = question(body)
+        if asked is None:
+            return None
         # Another model may get the name of this one while the router runs.
         model = (instance.told_fingerprint or "").encode(errors="replace")
         key = hashlib.blake2b(model + b"\0" + asked, digest_size=16).digest()
@@ -94,3 +99,21 @@ class Tokenizer:
         while self._num_tokens > self._max_tokens:
             _, forgotten = self._known.popitem(last=False)
             self._num_tokens -= len(forgotten)
+
+
+def question(body: Body) -> bytes | None:
+    """To ``/tokenize``, of a chat or a completion; ``None`` if no engine could answer it."""
+    names = _CHAT if body.path == CHAT else _COMPLETION
+    asked = {name: body.fields[name] for name in names if name in body.fields}
+    told = {name: body.fields[name] for name in _OF_TEMPLATE if body.says(name)}
+    if body.path == CHAT and told:
+        own = asked.get("chat_template_kwargs", msgspec.Raw(b"null"))
+        try:
+            options = msgspec.json.decode(own, type=dict[str, msgspec.Raw] | None) or {}
+        except msgspec.MsgspecError:
+            return None
+        if effort := told.get("reasoning_effort"):
+            thinks = b"false" if bytes(effort) == b'"none"' else b"true"
+            options.setdefault("enable_thinking", msgspec.Raw(thinks))
+        asked["chat_template_kwargs"] = msgspec.Raw(msgspec.json.encode({**options, **told}))
+    return msgspec.json.encode(asked)
