@@ -123,6 +123,8 @@ class Body:
             fields["store"] = _FALSE
         if "n" in fields:
             fields["n"] = _ONE
+        if _number(self.fields, "min_tokens"):
+            fields["min_tokens"] = _ONE
         if transfer_id is None:
             fields[KV_PARAMS] = _DO_REMOTE_DECODE
         else:

@@ -58,6 +58,14 @@ def test_prefill_leg_keeps_the_prompt_and_generates_one_token(fields: dict[str, 
     }
 
 
+@pytest.mark.parametrize(("told", "sent"), [(7, 1), (1, 1), (0, None), (None, None), ("7", None)])
+def test_prefill_leg_may_not_end_before_its_token_either(told: Any, sent: Any) -> None:
+    """Its token is D's first one then, and engines refuse a minimum above their limit of tokens."""
+    body = {"prompt": "x", "max_tokens": 20, "min_tokens": told}
+    prefill = json.loads(parse(COMPLETIONS, json.dumps(body).encode()).for_prefill())
+    assert prefill.get("min_tokens") == sent
+
+
 @given(st.binary())
 def test_any_bytes_are_a_body_or_a_bad_request(raw: bytes) -> None:
     for path in APIS:
