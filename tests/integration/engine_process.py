@@ -182,12 +182,19 @@ class EngineServer:
         from PIL import Image
         from vllm import SamplingParams
         from vllm.inputs import EmbedsPrompt, TokensPrompt
-        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+        from vllm.sampling_params import (
+            RepetitionDetectionParams,
+            RequestOutputKind,
+            StructuredOutputsParams,
+        )
 
         if sampling.get("n", 1) > 1:
             sampling = {**sampling, "output_kind": RequestOutputKind.FINAL_ONLY}
         if structured := sampling.get("structured_outputs"):
             sampling = {**sampling, "structured_outputs": StructuredOutputsParams(**structured)}
+        if repetition := sampling.get("repetition_detection"):
+            params = RepetitionDetectionParams(**repetition)
+            sampling = {**sampling, "repetition_detection": params}
         lora_request = None if lora is None else self._lora_request(lora)
         inputs: Any = TokensPrompt(prompt_token_ids=prompt)
         if embeds is not None:

@@ -34,6 +34,7 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
+REGEX = {"type": "regex", "pattern": "[a-c]{8,30}"}
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {},
     "seed": SEED,
@@ -42,7 +43,27 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "seed and penalties": {**SEED, "repetition_penalty": 1.3},
     "bad words and bias": {"bad_words": [" the", "a"], "logit_bias": {400: 2.0, 7: -5.0}},
     "min tokens": {"min_tokens": 6, "stop_token_ids": list(range(0, 2000, 3))},
+    "allowed tokens": {**SEED, "allowed_token_ids": [5, 9, 11, 400]},
+    "repetition": {
+        **SEED,
+        "allowed_token_ids": [5, 9, 11],
+        "min_tokens": 11,
+        "repetition_detection": {"max_pattern_size": 3, "min_pattern_size": 1, "min_count": 2},
+    },
     "json": {"structured_outputs": {"json": SCHEMA}, "ignore_eos": False},
+    "any json": {"structured_outputs": {"json_object": True}, **SEED},
+    "grammar": {"structured_outputs": {"grammar": 'root ::= ("abc" | "abx")+ "."'}, **SEED},
+    "structural tag": {
+        "structured_outputs": {
+            "structural_tag": json.dumps(
+                {
+                    "type": "structural_tag",
+                    "format": {"type": "tag", "begin": "<a>", "end": "</a>", "content": REGEX},
+                }
+            )
+        },
+        **SEED,
+    },
     "regex": {"structured_outputs": {"regex": "(abc|abx){20}-[0-9]{4}"}, "ignore_eos": False},
     "choice": {
         "structured_outputs": {"choice": ["one of them", "another", "one or two"]},
