@@ -43,7 +43,7 @@ TOLD = {
 """How the same tokens are told; the stream is cut by what a client has."""
 ELSEWHERE = {
     *("length_penalty", "model", "priority", "request_id", "session_id", "user"),
-    *("return_assistant_tokens_mask", "return_mm_kwargs", "return_token_offsets"),
+    *("mm_payload", "return_assistant_tokens_mask", "return_mm_kwargs", "return_token_offsets"),
     "routed_experts_prompt_start",
 }
 """Of beams, of who asks and how it waits, of other paths or of engines that are refused."""
