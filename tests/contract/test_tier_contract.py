@@ -143,7 +143,7 @@ def remote(dram: TierSubject) -> Iterator[TierSubject]:
     assert store.wait_connected(60)
     buffers = Buffers()
     store.register(buffers.addr, len(buffers.memory))
-    tier = MooncakeTier(store, 0)
+    tier = MooncakeTier(store)
     yield Remote(tier, dram.tier, buffers)
     tier.close()
 
@@ -228,7 +228,6 @@ def test_closed_tier_answers_as_one_that_is_down(kind: str, tmp_path: Path) -> N
         with tier.view(["k"], SIZE) as addrs:
             assert addrs == [0]
     tier.remove(["k"])
-    assert tier.clear() == 0
     if kind == "mooncake":
         next(gen, None)
 
@@ -239,11 +238,3 @@ def test_tier_that_is_full_says_so(kind: str, tmp_path: Path) -> None:
     small = SIZE // 2
     tier = MemoryTier(small) if kind == "memory" else FileTier(tmp_path, small)
     assert tier.put([buffers.value("k", 0, b"x" * SIZE)]) == [Status.FULL]
-
-
-def test_clear_forgets_everything() -> None:
-    subject = next(gen := _open(PoolConfig(dram_size=16 * MIB)))
-    data = subject.store(3)
-    assert subject.tier.clear() >= 3
-    assert set(subject.tier.lookup(list(data))) == {Place.NOWHERE}
-    next(gen, None)

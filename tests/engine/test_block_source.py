@@ -148,7 +148,7 @@ class Pool:
     def answer(self, source: BlockSource, found: bool) -> None:
         (lookup,) = self.world.take(Lookup)
         places = bytes([Place.DRAM if found else Place.NOWHERE] * NUM_BLOCKS)
-        self.world.source.on_found(Found(lookup.lookup_id, places, True, 0.1), self.world.now)
+        self.world.source.on_found(Found(lookup.lookup_id, places, True), self.world.now)
 
     def end(self, request: Request) -> None:
         self.world.source.finish(request)

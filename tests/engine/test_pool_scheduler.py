@@ -159,7 +159,7 @@ class World:
 
     def find(self, places: list[Place], healthy: bool = True) -> None:
         for lookup in self.take(Lookup):
-            self.source.on_found(Found(lookup.lookup_id, bytes(places), healthy, 0.1), self.now)
+            self.source.on_found(Found(lookup.lookup_id, bytes(places), healthy), self.now)
 
 
 @pytest.fixture
@@ -686,7 +686,7 @@ def test_what_was_found_or_cached_when_a_request_came_may_be_gone(world: World) 
     assert prompt.offers
     (lookup,) = world.take(Lookup)
     assert len(lookup.hashes) == 4 * 32
-    world.source.on_found(Found(lookup.lookup_id, bytes(4), True, 0.1), world.now)
+    world.source.on_found(Found(lookup.lookup_id, bytes(4), True), world.now)
     world.source.look_again(request)
     assert request.status == RequestStatus.WAITING
     assert prompt.state is SourceState.ABORTED
@@ -834,9 +834,9 @@ def test_blocks_that_are_here_are_looked_up_too_and_nobody_waits(world: World) -
     assert waited.hashes == b"".join(hashes(again, 3))
     assert refresh.hashes == b"".join(hashes(again, 0, 1, 2))
     assert again.status == RequestStatus.WAITING_FOR_KV
-    world.source.on_found(Found(waited.lookup_id, bytes([Place.NOWHERE]), True, 0.1), world.now)
+    world.source.on_found(Found(waited.lookup_id, bytes([Place.NOWHERE]), True), world.now)
     places = [Place.DRAM, Place.NOWHERE, Place.SSD]
-    world.source.on_found(Found(refresh.lookup_id, bytes(places), True, 0.1), world.now)
+    world.source.on_found(Found(refresh.lookup_id, bytes(places), True), world.now)
     prompt = world.source.find(again)
     assert prompt is not None
     assert not prompt.offers
@@ -869,7 +869,7 @@ def test_refresh_without_an_answer_is_no_failure(world: World) -> None:
         world.source.tick()
     assert world.source.breaker.closed
     (*_, last) = world.take(Lookup)
-    world.source.on_found(Found(last.lookup_id, b"", False, 0.1), world.now)
+    world.source.on_found(Found(last.lookup_id, b"", False), world.now)
     assert all(key in world.known for key in keys(first, 0, 1, 2, 3))
 
 
@@ -1086,7 +1086,7 @@ def serve(world: World, *there: tuple[int, int]) -> list[list[tuple[int, int]]]:
             own = [names[h] for h in split_hashes(lookup.hashes, lookup.hash_bytes)]
             asked.append(list(zip(own, lookup.groups, strict=True)))
             places = [Place.DRAM if not g or (i, g) in there else 0 for i, g in asked[-1]]
-            world.source.on_found(Found(lookup.lookup_id, bytes(places), True, 0.1), world.now)
+            world.source.on_found(Found(lookup.lookup_id, bytes(places), True), world.now)
     return asked
 
 
@@ -1162,7 +1162,7 @@ def test_lookups_of_one_prompt_have_one_deadline(both: World) -> None:
     both.source.add(request)
     (first,) = both.take(Lookup)
     both.now += 0.08
-    both.source.on_found(Found(first.lookup_id, bytes([Place.DRAM] * 8), True, 80.0), both.now)
+    both.source.on_found(Found(first.lookup_id, bytes([Place.DRAM] * 8), True), both.now)
     (second,) = both.take(Lookup)
     assert second.before == first.before
     both.now += 0.03

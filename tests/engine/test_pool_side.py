@@ -167,7 +167,7 @@ def test_of_many_answers_a_few_are_folded_in_at_a_time(engine: Engine) -> None:
         engine.side.source.add(request)
     for lookup in engine.arrived[:-1]:
         assert isinstance(lookup, Lookup)
-        engine.side.on_message(Found(lookup.lookup_id, bytes(4), True, 0.1))
+        engine.side.on_message(Found(lookup.lookup_id, bytes(4), True))
     engine.side.collect()
     assert waiting() == requests[8:]
     prompt = engine.side.source.find(requests[17])
@@ -185,7 +185,7 @@ def test_requests_that_are_next_are_looked_up_again(engine: Engine) -> None:
     for request in requests:
         engine.side.source.add(request)
     for lookup in engine.arrived:
-        engine.side.source.on_found(Found(lookup.lookup_id, bytes(4), True, 0.1), 0.0)
+        engine.side.source.on_found(Found(lookup.lookup_id, bytes(4), True), 0.0)
     engine.arrived.clear()
     for prompt in engine.side.source.closed.values():
         prompt.asked_at -= 1
@@ -204,7 +204,7 @@ def test_requests_that_are_next_are_looked_up_again(engine: Engine) -> None:
         num_passes += 1
         assert len(engine.arrived) <= pool_side._LOOKS_AT_A_TIME  # no pass pays for many
         for lookup in engine.arrived:
-            found = Found(lookup.lookup_id, bytes([Place.DRAM] * 4), True, 0.1)
+            found = Found(lookup.lookup_id, bytes([Place.DRAM] * 4), True)
             engine.side.source.on_found(found, 0.0)
             num_answered += 1
         engine.arrived.clear()
@@ -263,7 +263,7 @@ def found(engine: Engine, request: Any) -> PoolPrompt:
     engine.scheduler.requests[request.request_id] = request
     engine.side.source.add(request)
     lookup = engine.arrived.pop()
-    engine.side.source.on_found(Found(lookup.lookup_id, bytes([1] * 4), True, 0.1), 0.0)
+    engine.side.source.on_found(Found(lookup.lookup_id, bytes([1] * 4), True), 0.0)
     prompt = engine.side.source.find(request)
     assert prompt is not None
     return prompt
@@ -287,7 +287,7 @@ def test_what_is_found_of_a_request_that_was_hashed_anew_is_not_taken_for_stored
     (lookup,) = engine.arrived
     engine.side.forsake(request)
     request.block_hashes = engine.request(salt="other weights").block_hashes
-    engine.side.source.on_found(Found(lookup.lookup_id, bytes([1] * 4), True, 0.1), 0.0)
+    engine.side.source.on_found(Found(lookup.lookup_id, bytes([1] * 4), True), 0.0)
     assert not any(key in engine.side.known for key in keys(request, 0, 1, 2, 3))
 
 
@@ -399,7 +399,7 @@ def answer_late(engine: Engine, lookups: list[Any]) -> threading.Thread:
     def answer() -> None:
         time.sleep(0.02)
         for lookup in lookups:
-            engine.side.on_message(Found(lookup.lookup_id, bytes(4), True, 0.1))
+            engine.side.on_message(Found(lookup.lookup_id, bytes(4), True))
 
     thread = threading.Thread(target=answer)
     thread.start()
@@ -451,7 +451,7 @@ def test_an_answer_that_is_here_is_not_too_late(
     for request in requests:
         engine.side.source.add(request)
     for lookup in engine.arrived:
-        engine.side.on_message(Found(lookup.lookup_id, bytes([1] * 4), True, 0.1))
+        engine.side.on_message(Found(lookup.lookup_id, bytes([1] * 4), True))
     now = time.monotonic() + 3600
     monkeypatch.setattr(engine.side.source, "_clock", lambda: now)
     for _ in range(3):

@@ -37,7 +37,7 @@ def pooled(engines: Engines, tmp_path: Path) -> Iterator[tuple[Engine, Callable[
         lookup = lookups.pop()
         assert isinstance(lookup, Lookup)
         num_blocks = len(lookup.hashes) // lookup.hash_bytes
-        worker.send(Found(lookup.lookup_id, bytes(num_blocks), True, 0.1))
+        worker.send(Found(lookup.lookup_id, bytes(num_blocks), True))
         engine.poll(lambda: not pd.part(PoolSide).source.answers.empty())
 
     yield engine, answer

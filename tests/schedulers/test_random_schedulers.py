@@ -110,7 +110,7 @@ class SimulatedPool:
         if isinstance(message, Lookup):
             hashes = split_hashes(message.hashes, message.hash_bytes)
             there = [key in self._values for key in zip(message.groups, hashes, strict=True)]
-            self._link.send(Found(message.lookup_id, bytes(there), True, 0.1))
+            self._link.send(Found(message.lookup_id, bytes(there), True))
         elif isinstance(message, Save):
             self._queue.append(message)
         elif isinstance(message, DropSaves):

@@ -55,7 +55,6 @@ class StoreOptions:
     segment_bytes: int
     """Memory that this process contributes; 0 for none."""
     ssd_path: Path | None = None
-    ssd_bytes: int = 0
     shared: SharedEngine | None = None
     """The transfers' engine, to use instead of one of its own."""
 
@@ -76,7 +75,6 @@ class _Store(Protocol):
     ) -> list[int]: ...
     def batch_get_into(self, keys: list[str], addrs: list[int], sizes: list[int]) -> list[int]: ...
     def batch_remove(self, keys: list[str], force: bool) -> list[int]: ...
-    def remove_all(self, force: bool) -> int: ...
 
 
 class MooncakeStore:
@@ -208,13 +206,6 @@ class MooncakeStore:
         with self._use() as store:
             if store is not None and not store.health_check() and keys:
                 store.batch_remove(list(keys), True)
-
-    def remove_all(self) -> int:
-        """Of every client and every model; how many values there were."""
-        with self._use() as store:
-            if store is None or store.health_check():
-                return 0
-            return max(0, store.remove_all(True))
 
     def close(self) -> None:
         """Idempotent. Waits for calls under way for 3 s; then the store is left to the process's

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Tier, Value
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
@@ -105,14 +105,6 @@ class CompositeTier(Tier):
     def remove(self, keys: Sequence[str]) -> None:
         for tier in self.tiers:
             tier.remove(keys)
-
-    def clear(self) -> int:
-        """The most that one of them had."""
-        return max(tier.clear() for tier in self.tiers)
-
-    def stats(self) -> TierStats:
-        """Of the last one, which keeps the most."""
-        return self.tiers[-1].stats()
 
     def is_healthy(self) -> bool:
         return any(tier.is_healthy() for tier in self.tiers)

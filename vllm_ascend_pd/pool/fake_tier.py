@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.backends.fault_script import parse_steps
 from vllm_ascend_pd.errors import BackendError, ConfigError
-from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Tier, Value
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
@@ -126,12 +126,6 @@ class FaultyTier(Tier):
 
     def remove(self, keys: Sequence[str]) -> None:
         self.inner.remove(keys)
-
-    def clear(self) -> int:
-        return self.inner.clear()
-
-    def stats(self) -> TierStats:
-        return self.inner.stats()
 
     def is_healthy(self) -> bool:
         return self.inner.is_healthy()

@@ -33,7 +33,6 @@ def fold_found(answers: Sequence[Found]) -> Found:
         first.lookup_id,
         places.tobytes(),
         all(answer.healthy for answer in answers),
-        max(answer.elapsed_ms for answer in answers),
     )
 
 

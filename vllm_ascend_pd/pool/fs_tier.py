@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.pool.room import Room, Shares
-from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Tier, Value
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
@@ -142,8 +142,8 @@ class FileTier(Tier):
         if opening.rank == 0:
             _warn_of_others(Path(ssd.path), opening.num_workers)
         tier = cls(make_folder(ssd.path), ssd.size, Shares.of(opening.config))
-        held = tier.stats()
-        logger.info("KV pool: %s of %d bytes holds %s values", ssd.path, ssd.size, held.num_keys)
+        num_held = len(tier._room)
+        logger.info("KV pool: %s of %d bytes holds %d values", ssd.path, ssd.size, num_held)
         return tier
 
     def _find_files(self) -> None:
@@ -332,16 +332,6 @@ class FileTier(Tier):
             self._delete(self._forget(keys))
         except OSError as e:
             self._write_failed(e)
-
-    def clear(self) -> int:
-        with self._lock:
-            keys = self._room.all_keys()
-        self.remove(keys)
-        return len(keys)
-
-    def stats(self) -> TierStats:
-        with self._lock:
-            return TierStats(len(self._room), self._room.used_bytes, self._room.capacity_bytes)
 
     def is_healthy(self) -> bool:
         return self._is_open and time.monotonic() - self._read_failed_at > _REST_S

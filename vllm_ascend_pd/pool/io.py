@@ -114,8 +114,8 @@ class PoolIO:
 
     def _run_lookups(self) -> None:
         while lookups := self._next_lookups():
-            started = time.monotonic()
-            lookups = [lookup for lookup in lookups if started < lookup.before]
+            now = time.monotonic()
+            lookups = [lookup for lookup in lookups if now < lookup.before]
             keys = [
                 self.values[group].key(block_hash)
                 for lookup in lookups
@@ -131,10 +131,9 @@ class PoolIO:
             except Exception:
                 logger.exception("a lookup in the pool failed")
                 places, healthy = bytes(len(keys)), False
-            elapsed_ms = (time.monotonic() - started) * 1000
             for lookup in lookups:
                 num_keys = len(lookup.hashes) // lookup.hash_bytes
-                self._link.send(Found(lookup.lookup_id, places[:num_keys], healthy, elapsed_ms))
+                self._link.send(Found(lookup.lookup_id, places[:num_keys], healthy))
                 places = places[num_keys:]
 
     def _next_lookups(self) -> list[Lookup]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from vllm_ascend_pd.pool.room import Room, Shares
-from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Tier, Value
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
@@ -142,21 +142,11 @@ class MemoryTier(Tier):
         with self._lock:
             self._forget(keys)
 
-    def clear(self) -> int:
-        with self._lock:
-            num_keys = len(self._values)
-            self._forget(list(self._values))
-            return num_keys
-
     def _forget(self, keys: Sequence[str]) -> None:
         """Under the lock."""
         for key in keys:
             if self._room.pop(key) is not None:
                 self._spare_memory_of(key)
-
-    def stats(self) -> TierStats:
-        with self._lock:
-            return TierStats(len(self._values), self._room.used_bytes, self._room.capacity_bytes)
 
     def is_healthy(self) -> bool:
         return not self._closed

@@ -81,7 +81,6 @@ class Found(msgspec.Struct, tag=True, frozen=True):
     lookup_id: int
     places: bytes
     healthy: bool
-    elapsed_ms: float
 
 
 class Save(msgspec.Struct, tag=True, frozen=True):

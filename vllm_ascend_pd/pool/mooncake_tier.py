@@ -19,7 +19,7 @@ from vllm_ascend_pd.backends.mooncake_store import (
     prepare_store_env,
 )
 from vllm_ascend_pd.pool.fs_tier import lock_folder, make_folder
-from vllm_ascend_pd.pool.tier import Opening, Status, Tier, TierStats, Value
+from vllm_ascend_pd.pool.tier import Opening, Status, Tier, Value
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ class MooncakeTier(Tier):
     def __init__(
         self,
         store: MooncakeStore,
-        capacity_bytes: int,
         master: EmbeddedMaster | None = None,
         held: ExitStack | None = None,
     ) -> None:
@@ -52,7 +51,6 @@ class MooncakeTier(Tier):
         ``held``: what is given back when the store is closed."""
         self.store = store
         self.master = master
-        self._capacity_bytes = capacity_bytes
         self._held = held or ExitStack()
 
     @classmethod
@@ -84,7 +82,6 @@ class MooncakeTier(Tier):
                 master=address,
                 segment_bytes=segment_bytes,
                 ssd_path=Path(ssd.path) if ssd is not None else None,
-                ssd_bytes=ssd.size if ssd is not None else 0,
                 shared=opening.shared,
             )
         )
@@ -98,7 +95,7 @@ class MooncakeTier(Tier):
             segment_bytes / (1 << 30),
             f"SSD {ssd.path}, {ssd.size / (1 << 30):.2f} GiB" if ssd is not None else "no SSD",
         )
-        return cls(store, segment_bytes, master, held.pop_all())
+        return cls(store, master, held.pop_all())
 
     def register(self, addr: int, num_bytes: int) -> None:
         self.store.register(addr, num_bytes)
@@ -137,12 +134,6 @@ class MooncakeTier(Tier):
 
     def remove(self, keys: Sequence[str]) -> None:
         self.store.remove(keys)
-
-    def clear(self) -> int:
-        return self.store.remove_all()
-
-    def stats(self) -> TierStats:
-        return TierStats(None, None, self._capacity_bytes)
 
     def is_healthy(self) -> bool:
         return self.store.is_healthy()

@@ -52,15 +52,6 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
-class TierStats:
-    """What the tier holds now; ``None`` where it cannot say."""
-
-    num_keys: int | None
-    used_bytes: int | None
-    capacity_bytes: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class Opening:
     """What a tier is told when a worker opens it. All workers of an engine do so at a time."""
 
@@ -163,10 +154,6 @@ class Tier(ABC):
     def remove(self, keys: Sequence[str]) -> None:
         """Forget these values; unknown keys are ignored."""
 
-    @abstractmethod
-    def clear(self) -> int:
-        """Forget every value; how many there were."""
-
     def tenants(self, keys: Sequence[str]) -> list[str]:
         """Whose they are, where the tier knows."""
         return [""] * len(keys)
@@ -176,10 +163,6 @@ class Tier(ABC):
 
     def unregister(self, addr: int) -> None:  # noqa: B027
         """Not any more."""
-
-    @abstractmethod
-    def stats(self) -> TierStats:
-        """What it holds."""
 
     @abstractmethod
     def is_healthy(self) -> bool:

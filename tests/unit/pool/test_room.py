@@ -105,7 +105,7 @@ def test_tenant_over_its_share_loses_its_own_values(kind: str, tmp_path: Path) -
     assert there(tier, *keys) == [False] * 3 + [True] * 4
     assert there(tier, "pd2/f/aa", "pd2/f/bb") == [True, True]
     assert tier.num_over_share == 3
-    assert tier.stats().used_bytes == 6 * SIZE
+    assert tier._room.used_bytes == 6 * SIZE
     tier.close()
 
 
@@ -153,7 +153,7 @@ def test_tenants_with_a_share_of_their_own_have_that() -> None:
         keys = [f"pd2/f/{i}" for i in range(9)]
         assert tier.put([value(key, tenant) for key in keys]) == [Status.OK] * 9
         assert there(tier, *keys) == [False] * (9 - num_kept) + [True] * num_kept
-        tier.clear()
+        tier.remove(keys)
     without = Shares.of(PoolConfig(tiers=("dram",), dram_size=16 << 20, tenant_shares=shares))
     assert without.num_bytes(tenant_of("other"), ROOM) == ROOM
 
