@@ -15,8 +15,8 @@ from vllm.v1.request import RequestStatus
 
 from tests.engine.test_pool_scheduler import World, keys
 from vllm_ascend_pd.config import LoadMode, TransferConfig
+from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.scheduler import pool_side
-from vllm_ascend_pd.engine.scheduler.parts import StepDraft
 from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
 from vllm_ascend_pd.engine.scheduler.pool_side import PoolSide
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent
@@ -196,7 +196,7 @@ def test_requests_that_are_next_are_looked_up_again(engine: Engine) -> None:
     engine.scheduler.waiting += requests[10:]
     num_passes = num_answered = 0
     while True:
-        engine.side.begin_step(NOTHING_SCHEDULED, StepDraft())
+        engine.side.begin_step(NOTHING_SCHEDULED, StepMeta())
         waiting = [r for r in requests if r.status == RequestStatus.WAITING_FOR_KV]
         assert len(waiting) == num_answered  # the others keep their places
         if not engine.arrived:
@@ -228,7 +228,7 @@ def test_queue_is_not_looked_through_in_every_pass(
     monkeypatch.setattr(pool_side.time, "monotonic", lambda: now)
     nums_asked = []
     for now in (100.0, 100.05, 100.11, 100.12, 100.13):  # noqa: B007 - the clock reads it
-        engine.side.begin_step(NOTHING_SCHEDULED, StepDraft())
+        engine.side.begin_step(NOTHING_SCHEDULED, StepMeta())
         nums_asked.append(len(asked))
     assert nums_asked == [1, 1, 2, 3, 3]
 

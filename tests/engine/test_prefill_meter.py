@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.engine.scheduler.parts import StepDraft
+from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.scheduler.prefill_meter import PrefillMeter
 from vllm_ascend_pd.kv.cost import Speed
 
@@ -21,7 +21,7 @@ class World:
 
     def begin(self, num_tokens: int) -> None:
         output: Any = SimpleNamespace(total_num_scheduled_tokens=num_tokens)
-        self.meter.begin_step(output, StepDraft())
+        self.meter.begin_step(output, StepMeta())
 
     def end_after(self, elapsed_s: float) -> None:
         self.now += elapsed_s

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.transfer.tickets import PageServer
 
 
-class StepMeta(msgspec.Struct, frozen=True):
-    """``SchedulerOutput.pd_metadata``; applied in the order of the fields, before the forward."""
+class StepMeta(msgspec.Struct):
+    """``SchedulerOutput.pd_metadata``; applied in the order of the fields, before the forward. The
+    scheduler fills it in, and nobody changes it once it has gone out.
+    """
 
     revokes: tuple[LeaseRef, ...] = ()
     cancels: tuple[LoadId, ...] = ()
@@ -33,6 +35,10 @@ class StepMeta(msgspec.Struct, frozen=True):
     saves: tuple[Message, ...] = ()
     """Of blocks that earlier steps have filled, and what goes with them (``PoolIO.handle``)."""
     ahead: tuple[AheadSpec, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(msgspec.structs.astuple(self))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_ascend_pd.config import NOT_ALLOWED
 from vllm_ascend_pd.engine.scheduler.first_token import deliver
-from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
+from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.engine.vllm_api.groups import block_hashes
@@ -33,6 +33,7 @@ from vllm_ascend_pd.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_ascend_pd.engine.metadata import StepMeta
     from vllm_ascend_pd.engine.vllm_api.types import Request, SchedulerOutput
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import KVGroup
@@ -225,7 +226,7 @@ class Consumer(Part):
         self.collect()
         return False
 
-    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+    def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
         if self.open and (now := time.monotonic()) >= self._overdue_at:
             self._give_up_overdue(now)
 

@@ -7,14 +7,14 @@ import logging
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.registrar import Registrar, RegistrarState
-from vllm_ascend_pd.engine.scheduler.parts import Part, StepDraft
+from vllm_ascend_pd.engine.scheduler.parts import Part
 from vllm_ascend_pd.engine.vllm_api.grammars import grammar_backend, grammars
 from vllm_ascend_pd.states import impossible
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from vllm_ascend_pd.engine.metadata import StepReport
+    from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
     from vllm_ascend_pd.engine.scheduler.parts import Common
     from vllm_ascend_pd.engine.vllm_api.types import Scheduler, SchedulerOutput
     from vllm_ascend_pd.net.trust import Trust
@@ -67,7 +67,7 @@ class EngineInfo(Part):
         """A step carries it out, also where nothing else goes on."""
         return self._is_due and self._is_told
 
-    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+    def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
         self._is_due = False
 
     def take_report(self, report: StepReport) -> None:

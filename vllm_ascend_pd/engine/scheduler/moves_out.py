@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.scheduler.maker import differing
 from vllm_ascend_pd.engine.scheduler.move_states import LEAVING, Leaving, LeavingEvent
-from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
+from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.vllm_api.config import computes_in_lock_step
 from vllm_ascend_pd.engine.vllm_api.lora import adapters_fit
 from vllm_ascend_pd.engine.vllm_api.queues import give_row_back, take_out
@@ -31,6 +31,7 @@ from vllm_ascend_pd.wire import Extend, Extended, Go, Open, Opened, Ready, Refus
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_ascend_pd.engine.metadata import StepMeta
     from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
     from vllm_ascend_pd.engine.scheduler.maker import Maker
     from vllm_ascend_pd.engine.scheduler.producer import Producer
@@ -264,7 +265,7 @@ class MovesOut(Part):
     def _advance(self, move: _Move, event: LeavingEvent) -> None:
         move.state = LEAVING.after(move.state, event)
 
-    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+    def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
         for move in list(self._moves.values()):
             if not is_running(move.request):  # preempted: its blocks may be another's in this step
                 self._stay(move, Cause.NOT_RUNNING)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.kv.span import has_states
 
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from vllm_ascend_pd.config import PDConfig
+    from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
     from vllm_ascend_pd.engine.scheduler.loads import Loads
     from vllm_ascend_pd.engine.scheduler.parking import Parking
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
@@ -26,11 +26,7 @@ if TYPE_CHECKING:
     )
     from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.metrics import Provenance, Stats
-    from vllm_ascend_pd.pool.messages import AheadSpec, Message, PoolLoadSpec
-    from vllm_ascend_pd.transfer.grants import Grant
-    from vllm_ascend_pd.transfer.load import LoadSpec
     from vllm_ascend_pd.transfer.shares import Sharding
-    from vllm_ascend_pd.types import LeaseRef, LoadId
 
 COUNTS = (
     "remote_prompts",
@@ -88,22 +84,6 @@ class Common:
 
 
 @dataclass(slots=True)
-class StepDraft:
-    """A step's message in the making; nothing of it may be left out in the end."""
-
-    revokes: tuple[LeaseRef, ...] = ()
-    cancels: tuple[LoadId, ...] = ()
-    grants: tuple[Grant, ...] = ()
-    loads: tuple[LoadSpec | PoolLoadSpec, ...] = ()
-    saves: tuple[Message, ...] = ()
-    ahead: tuple[AheadSpec, ...] = ()
-
-    def finish(self) -> StepMeta | None:
-        parts = self.revokes, self.cancels, self.grants, self.loads, self.saves, self.ahead
-        return StepMeta(*parts) if any(parts) else None
-
-
-@dataclass(slots=True)
 class Ending:
     """What is said of a request that has ended."""
 
@@ -138,8 +118,8 @@ class Part:
         """Between passes: whether a step should go out although there is nothing to compute."""
         return False
 
-    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
-        """A step is about to go out; ``num_computed_tokens`` are those before it."""
+    def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
+        """A step is about to go out, with ``meta``; ``num_computed_tokens`` are those before it."""
 
     def take_report(self, report: StepReport) -> None:
         """Of the workers; before ``end_step``."""

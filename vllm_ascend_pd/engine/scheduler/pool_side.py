@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
+from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
 from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import SaveBounds, Saves
@@ -24,6 +24,7 @@ from vllm_ascend_pd.pool.registry import tier_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from vllm_ascend_pd.engine.metadata import StepMeta
     from vllm_ascend_pd.engine.scheduler.pool_prompt import PoolPrompt
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.engine.vllm_api.types import Request, SchedulerOutput
@@ -204,9 +205,9 @@ class PoolSide(Part):
             self.send_held_if_idle()
         return self.has_saved and not self.saves.num_under_way
 
-    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+    def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
         self.has_saved = False
-        draft.ahead = self.saves.note_step(output, self._scheduler.requests)
+        meta.ahead = self.saves.note_step(output, self._scheduler.requests)
         for request_id in output.preempted_req_ids or ():
             request = self._scheduler.requests.get(request_id)
             if request is not None and is_preempted(request):
@@ -216,7 +217,7 @@ class PoolSide(Part):
         if now >= self._look_again_at:
             self._look_again_at = now if self._look_again() else now + _LOOK_AGAIN_S
         if self.held:
-            draft.saves = self.take_held()
+            meta.saves = self.take_held()
 
     def _look_again(self) -> bool:
         """Whether there is more to see to in the next pass; none pays for many."""

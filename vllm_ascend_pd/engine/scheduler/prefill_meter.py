@@ -7,11 +7,12 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.engine.scheduler.parts import Part, StepDraft
+from vllm_ascend_pd.engine.scheduler.parts import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from vllm_ascend_pd.engine.metadata import StepMeta
     from vllm_ascend_pd.engine.vllm_api.types import SchedulerOutput
     from vllm_ascend_pd.kv.cost import Speed
 
@@ -27,7 +28,7 @@ class PrefillMeter(Part):
         self._steps: deque[tuple[float, int]] = deque()
         self._last_end = 0.0
 
-    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+    def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
         self._steps.append((self._clock(), output.total_num_scheduled_tokens))
 
     def end_step(self) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm_ascend_pd.engine.scheduler.first_token import parent_id
-from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part, StepDraft
+from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.vllm_api.groups import (
     block_hashes,
     block_ids,
@@ -31,7 +31,7 @@ from vllm_ascend_pd.wire import RemotePrefill, check_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from vllm_ascend_pd.engine.metadata import StepReport
+    from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request, SchedulerOutput
     from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.transfer.control import ControlServer
@@ -136,14 +136,14 @@ class Producer(Part):
             logger.warning("%s", e)
         self.collect_closed()
 
-    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+    def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
         """What the worker must not serve from this step on, and what it may, which this step
         computes.
         """
         if self.busy:
-            draft.grants = (*self.build_grants(output), *self._extended.values())
+            meta.grants = (*self.build_grants(output), *self._extended.values())
             self._extended.clear()
-            draft.revokes = self.take_revokes()
+            meta.revokes = self.take_revokes()
             self.busy = bool(self._expected or self._prompts)
 
     def settle(self) -> bool:

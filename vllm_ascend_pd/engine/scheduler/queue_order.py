@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.engine.scheduler.parts import Part, StepDraft
+from vllm_ascend_pd.engine.scheduler.parts import Part
 from vllm_ascend_pd.engine.vllm_api.queues import keep_order_of_arrival
 
 if TYPE_CHECKING:
+    from vllm_ascend_pd.engine.metadata import StepMeta
     from vllm_ascend_pd.engine.vllm_api.types import Scheduler, SchedulerOutput
 
 
@@ -18,5 +19,5 @@ class QueueOrder(Part):
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
 
-    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+    def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
         keep_order_of_arrival(self._scheduler)

@@ -143,14 +143,13 @@ class LoadEnds:
         if self._is_cpu:
             self._spoiled |= block_ids
 
-    def clear_spoiled(self, output: SchedulerOutput, meta: StepMeta | None) -> None:
+    def clear_spoiled(self, output: SchedulerOutput, meta: StepMeta) -> None:
         """Have the runner zero these blocks before its forward, but for those that it loads: also
         of vLLM's own list, as blocks change hands within a pass.
         """
-        loads = meta.loads if meta is not None else ()
-        if not self._spoiled and not (loads and output.new_block_ids_to_zero):
+        if not self._spoiled and not (meta.loads and output.new_block_ids_to_zero):
             return
-        loaded = {i for load in loads for i in load.block_ids}
+        loaded = {i for load in meta.loads for i in load.block_ids}
         zeroed = [*(output.new_block_ids_to_zero or ()), *sorted(self._spoiled)]
         clear_blocks(output, [i for i in zeroed if i not in loaded])
         self._spoiled = set()

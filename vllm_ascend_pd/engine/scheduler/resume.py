@@ -42,9 +42,10 @@ from vllm_ascend_pd.types import Cause
 if TYPE_CHECKING:
     from collections.abc import Container
 
+    from vllm_ascend_pd.engine.metadata import StepMeta
     from vllm_ascend_pd.engine.scheduler.maker import Maker
     from vllm_ascend_pd.engine.scheduler.moves_in import MovesIn
-    from vllm_ascend_pd.engine.scheduler.parts import Common, StepDraft
+    from vllm_ascend_pd.engine.scheduler.parts import Common
     from vllm_ascend_pd.engine.vllm_api.types import Request, SamplingParams, SchedulerOutput
     from vllm_ascend_pd.resume import ResumeKey
 
@@ -220,7 +221,7 @@ class Resumes(Part):
         """A step tells clients, also of an engine that is paused."""
         return bool(self._untold)
 
-    def begin_step(self, output: SchedulerOutput, draft: StepDraft) -> None:
+    def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
         if not self._grammars:
             return
         for new in output.scheduled_new_reqs:

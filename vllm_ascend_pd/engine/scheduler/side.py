@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm_ascend_pd.engine.carrier import carry
 from vllm_ascend_pd.engine.metadata import StepMeta, StepReport
 from vllm_ascend_pd.engine.scheduler.integrity import IntegrityCheck, count
-from vllm_ascend_pd.engine.scheduler.parts import Ending, Part, StepDraft
+from vllm_ascend_pd.engine.scheduler.parts import Ending, Part
 from vllm_ascend_pd.engine.scheduler.recovery import LoadEnds
 from vllm_ascend_pd.engine.scheduler.supply import Supply
 from vllm_ascend_pd.engine.vllm_api.steps import complete_new_requests
@@ -108,14 +108,13 @@ class SchedulerSide:
         # Called in every pass of the scheduler.
         complete_new_requests(self.common.scheduler, scheduler_output)
         self._arrivals.begin_step(self.engine_core)
-        draft = StepDraft()
+        meta = StepMeta()
         self._supply.begin_step(scheduler_output)
         for part in self.parts:
-            part.begin_step(scheduler_output, draft)
-        self._supply.add_loads(draft)
-        meta = draft.finish()
+            part.begin_step(scheduler_output, meta)
+        self._supply.add_loads(meta)
         self._ends.clear_spoiled(scheduler_output, meta)
-        return meta
+        return None if meta.is_empty else meta
 
     def on_step_output(self, model_runner_output: ModelRunnerOutput) -> None:
         output = model_runner_output.kv_connector_output

@@ -25,7 +25,8 @@ from vllm_ascend_pd.types import Cause
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_ascend_pd.engine.scheduler.parts import Common, Part, StepDraft
+    from vllm_ascend_pd.engine.metadata import StepMeta
+    from vllm_ascend_pd.engine.scheduler.parts import Common, Part
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request, SchedulerOutput
     from vllm_ascend_pd.kv.span import KVGroup, Wanted
@@ -188,13 +189,13 @@ class Supply:
             is_queued(request) for requests in waiting_queues(scheduler) for request in requests
         )
 
-    def add_loads(self, draft: StepDraft) -> None:
+    def add_loads(self, meta: StepMeta) -> None:
         loads = self._loads
         if loads.new or loads.running:
-            draft.cancels = loads.take_cancels()
+            meta.cancels = loads.take_cancels()
             self._note_computed()
         self._prefetch()
-        draft.loads = loads.take_new()
+        meta.loads = loads.take_new()
 
     def _prefetch(self) -> None:
         """What requests wait for to which no pass has come: load it while they queue."""
