@@ -168,7 +168,7 @@ def test_an_engine_that_does_not_declare_it_refuses_batches(make_engine):
 def test_a_batch_of_the_real_library_arrives(mooncake_pool):
     """Over TCP, where it is not offered: the call itself, its lists and its return code."""
     engine, peer = mooncake_pool.start(), mooncake_pool.start()
-    engine._direct_placement = True
+    engine.direct_placement = True
     source, target = Memory(), Memory()
     engine.register(source.addr, source.num_bytes)
     peer.register(target.addr, target.num_bytes)

@@ -47,6 +47,7 @@ class FaultyTransferEngine(TransferEngine):
 
     def __init__(self, inner: TransferEngine, script: FaultScript | None = None) -> None:
         self._inner = inner
+        self.session, self.direct_placement = inner.session, inner.direct_placement
         self.script = script if script is not None else FaultScript()
         self._next_index = itertools.count()
         # Read and written by any thread, under the lock.
@@ -58,14 +59,6 @@ class FaultyTransferEngine(TransferEngine):
         self._abandoned: list[mmap.mmap] = []
         self._closed = False
         self._num_writes = 0
-
-    @property
-    def session(self) -> str:
-        return self._inner.session
-
-    @property
-    def direct_placement(self) -> bool:
-        return self._inner.direct_placement
 
     def reaches(self, session: str) -> bool:
         return not isinstance(self._inner, SupportsReach) or self._inner.reaches(session)
@@ -258,23 +251,15 @@ class InMemoryEngine(TransferEngine):
     _next_session: ClassVar[itertools.count[int]] = itertools.count(1)
 
     def __init__(self, direct_placement: bool = False) -> None:
-        self._direct_placement = direct_placement
+        self.direct_placement = direct_placement
         self._regions = RegionTable()
         self._lock = threading.Lock()
         self._closed = False
         self._next_handle = itertools.count(1)
         self._pending: dict[TransferHandle, _Pending] = {}
         with InMemoryEngine._sessions_lock:
-            self._session = f"fake:{next(InMemoryEngine._next_session)}"
-            InMemoryEngine._sessions[self._session] = self
-
-    @property
-    def session(self) -> str:
-        return self._session
-
-    @property
-    def direct_placement(self) -> bool:
-        return self._direct_placement
+            self.session = f"fake:{next(InMemoryEngine._next_session)}"
+            InMemoryEngine._sessions[self.session] = self
 
     def register(self, addr: int, num_bytes: int) -> None:
         self._check_open()
@@ -302,7 +287,7 @@ class InMemoryEngine(TransferEngine):
         lengths: Sequence[int],
     ) -> TransferHandle:
         self._check_open()
-        if not self._direct_placement:
+        if not self.direct_placement:
             raise ValueError("this engine does not declare direct placement")
         check_batch(self._regions, src_addrs, dst_addrs, lengths)
         pieces = tuple(zip(src_addrs, dst_addrs, lengths, strict=True))
@@ -335,13 +320,13 @@ class InMemoryEngine(TransferEngine):
         with self._lock:
             self._closed = True
         with InMemoryEngine._sessions_lock:
-            InMemoryEngine._sessions.pop(self._session, None)
+            InMemoryEngine._sessions.pop(self.session, None)
         self._regions.clear()
 
     def _check_open(self) -> None:
         with self._lock:
             if self._closed:
-                raise BackendError(f"transfer engine {self._session} is closed")
+                raise BackendError(f"transfer engine {self.session} is closed")
 
 
 class FakeTransferEngine(FaultyTransferEngine):

@@ -224,7 +224,7 @@ class MooncakeTransferEngine(TransferEngine):
             raise ValueError(
                 f"over {protocol} Mooncake may write after a failure: no direct placement"
             )
-        self._direct_placement = direct_placement
+        self.direct_placement = direct_placement
         self._alignment = DIRECT_ALIGNMENT if protocol == "ascend" else 1
         self._contact_timeout_s = contact_timeout_s
         self._protocol = protocol
@@ -233,8 +233,8 @@ class MooncakeTransferEngine(TransferEngine):
         engine: _NativeEngine = load_mooncake(protocol)()
         if rc := engine.initialize(host, "P2PHANDSHAKE", protocol, ""):
             raise BackendError(f"Mooncake cannot listen for {host!r} ({protocol}): rc {rc}")
-        self._session = f"{host}:{engine.get_rpc_port()}"
-        logger.info("Mooncake listens at %s, over %s only", self._session, protocol)
+        self.session = f"{host}:{engine.get_rpc_port()}"
+        logger.info("Mooncake listens at %s, over %s only", self.session, protocol)
         self._regions = RegionTable()
         # All fields below are read and written by any thread, under the lock. Mooncake is never
         # called under it; whoever calls it holds its own reference to the engine.
@@ -248,18 +248,10 @@ class MooncakeTransferEngine(TransferEngine):
         self._batches: dict[TransferHandle, _Batch] = {}
         self._senders: dict[str, _Sender] = {}  # session -> its thread
 
-    @property
-    def session(self) -> str:
-        return self._session
-
-    @property
-    def direct_placement(self) -> bool:
-        return self._direct_placement
-
     def share(self) -> SharedEngine:
         """For a store that uses this engine instead of one of its own; it must be closed first."""
         native = self._open_engine().get_engine()
-        return SharedEngine(self._protocol, self._session, native, self._bind_thread)
+        return SharedEngine(self._protocol, self.session, native, self._bind_thread)
 
     def register(self, addr: int, num_bytes: int) -> None:
         engine = self._open_engine()
@@ -319,7 +311,7 @@ class MooncakeTransferEngine(TransferEngine):
         lengths: Sequence[int],
     ) -> TransferHandle:
         engine = self._open_engine()
-        if not self._direct_placement:
+        if not self.direct_placement:
             raise ValueError("this engine does not declare direct placement")
         check_batch(self._regions, src_addrs, dst_addrs, lengths)
         begin_until = time.monotonic() + self.LATE_WRITE_S
@@ -395,7 +387,7 @@ class MooncakeTransferEngine(TransferEngine):
     def _open_engine(self) -> _NativeEngine:
         with self._lock:
             if self._engine is None:
-                raise BackendError(f"transfer engine {self._session} is closed")
+                raise BackendError(f"transfer engine {self.session} is closed")
             return self._engine
 
     def _start(self, engine: _NativeEngine, write: _Write) -> None:

@@ -81,10 +81,9 @@ class EmbeddedMaster:
     the end of the parent comes when the process ends and not before.
     """
 
-    def __init__(self, extra_flags: Sequence[str] = (), log_path: Path | None = None) -> None:
+    def __init__(self, extra_flags: Sequence[str] = ()) -> None:
         """Raises ``BackendError`` when it does not come up in 15 s."""
         self._extra_flags = tuple(extra_flags)
-        self._log_path = log_path
         self._program = master_program()
         self._stopping = threading.Event()
         self._up = threading.Event()
@@ -154,10 +153,7 @@ class EmbeddedMaster:
             *master_command(self._program, "127.0.0.1", self.rpc_port, self.http_port),
             *self._extra_flags,
         ]
-        if self._log_path is None:
-            return _spawn(command, subprocess.DEVNULL)
-        with self._log_path.open("ab") as log:
-            return _spawn(command, log.fileno())
+        return _spawn(command)
 
     def _wait_ready(self, process: subprocess.Popen[bytes]) -> bool:
         """A port that accepts connections is not enough; its health page says when it serves."""
@@ -179,7 +175,6 @@ class EmbeddedMaster:
         return False
 
 
-def _spawn(command: list[str], output: int) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-    )
+def _spawn(command: list[str]) -> subprocess.Popen[bytes]:
+    null = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=null, stdout=null, stderr=null)

@@ -189,7 +189,7 @@ class SharedMemoryTransferEngine(TransferEngine):
         self._shared: dict[int, SharedMapping] = {}
         self._folder = SocketFolder()
         path = self._folder.path / f"vllm-pd-{secrets.token_hex(16)}.sock"
-        self._session = f"shm:{path}"
+        self.session = f"shm:{path}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
         path.chmod(0o600)
@@ -206,14 +206,6 @@ class SharedMemoryTransferEngine(TransferEngine):
             target=self._answer, args=(stop,), name="pd-shared-memory", daemon=True
         )
         self._thread.start()
-
-    @property
-    def session(self) -> str:
-        return self._session
-
-    @property
-    def direct_placement(self) -> bool:
-        return False
 
     def register(self, addr: int, num_bytes: int) -> None:
         """Any memory can be a source; peers can reach only that of a ``SharedMapping``."""
@@ -299,7 +291,7 @@ class SharedMemoryTransferEngine(TransferEngine):
     def _check_open(self) -> None:
         with self._lock:
             if self._closed:
-                raise BackendError(f"transfer engine {self._session} is closed")
+                raise BackendError(f"transfer engine {self.session} is closed")
 
     # As a writer.
 

@@ -106,9 +106,9 @@ class StagingPool:
             raise ValueError(f"need num_slots, slot_bytes >= 1, got {num_slots}, {slot_bytes}")
         self._engine = engine
         self._clock = clock
-        self._slot_bytes = slot_bytes
+        self.slot_bytes = slot_bytes
         self._stride = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._num_slots = num_slots
+        self.num_slots = num_slots
         self._num_bytes = -(-num_slots * self._stride // alignment) * alignment
         # One page is what a mapping is aligned to anyway.
         self._map = memory(self._num_bytes + alignment - mmap.PAGESIZE)
@@ -128,15 +128,7 @@ class StagingPool:
     @property
     def region(self) -> Region:
         """The whole registered range."""
-        return Region(self._base, self._num_slots * self._stride)
-
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._slot_bytes
+        return Region(self._base, self.num_slots * self._stride)
 
     @property
     def num_free(self) -> int:
@@ -149,7 +141,7 @@ class StagingPool:
     def num_held(self) -> int:
         """Slots that somebody works on; those that rest are neither held nor free."""
         with self._lock:
-            return self._num_slots - len(self._free) - len(self._quarantined)
+            return self.num_slots - len(self._free) - len(self._quarantined)
 
     def acquire(self) -> Slot | None:
         """Takes a free slot, or returns None when all are held or in quarantine."""
@@ -186,7 +178,7 @@ class StagingPool:
                 return
             self._closed = True
             self._end_quarantines()
-            num_busy = self._num_slots - len(self._free)
+            num_busy = self.num_slots - len(self._free)
         self._engine.unregister(self._base)
         if num_busy:
             logger.warning("staging memory stays mapped: %d slots may still be written", num_busy)

@@ -51,15 +51,10 @@ class TransferEngine(ABC):
     """How long after a failure or a time-out bytes of a write may be under way, seconds. What no
     checksum guards rests so long; for staging see `kv.load.QUARANTINE_S`."""
 
-    @property
-    @abstractmethod
-    def session(self) -> str:
-        """Address that peers pass to `submit_write`, e.g. "127.0.0.1:15321"."""
-
-    @property
-    @abstractmethod
-    def direct_placement(self) -> bool:
-        """True only if no byte is ever written after FAILED; only then may live KV be a target."""
+    session: str
+    """Address that peers pass to `submit_write`, e.g. "127.0.0.1:15321"."""
+    direct_placement: bool = False
+    """True only if no byte is ever written after FAILED; only then may live KV be a target."""
 
     @abstractmethod
     def register(self, addr: int, num_bytes: int) -> None:

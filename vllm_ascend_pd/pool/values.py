@@ -54,13 +54,13 @@ class BlockValues:
         return len(self._layout.layer_offsets)
 
     def pack_layers(
-        self, start: int, stop: int, block_ids: NDArray[np.int64], staging: Region, offset: int = 0
+        self, start: int, stop: int, block_ids: NDArray[np.int64], staging: Region
     ) -> NDArray[np.uint64]:
-        """Write layers [start, stop) of blocks whose values lie side by side from
-        ``staging[offset:]`` on; what they add to the sum of each value that ``seal`` wants.
+        """Write layers [start, stop) of blocks whose values lie side by side in ``staging``; what
+        they add to the sum of each value that ``seal`` wants.
         """
         return self._copier.gather_layers(
-            self._layout, start, stop, block_ids, staging, offset + HEADER_BYTES, self.num_bytes
+            self._layout, start, stop, block_ids, staging, HEADER_BYTES, self.num_bytes
         )
 
     def seal(self, total: int, block_hash: bytes, staging: Region, offset: int) -> None:

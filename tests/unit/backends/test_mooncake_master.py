@@ -83,10 +83,10 @@ def test_master_that_cannot_be_started_again_now_is_tried_until_it_can(
     master = EmbeddedMaster()
     first, spawn, failures = master.process_id, mooncake_master._spawn, [12, 24]
 
-    def want(command: list[str], output: int) -> subprocess.Popen[bytes]:
+    def want(command: list[str]) -> subprocess.Popen[bytes]:
         if failures:
             raise OSError(failures.pop(), "not now")
-        return spawn(command, output)
+        return spawn(command)
 
     monkeypatch.setattr(mooncake_master, "_spawn", want)
     os.kill(first, signal.SIGKILL)
@@ -100,7 +100,7 @@ def test_master_that_cannot_be_started_again_now_is_tried_until_it_can(
 def test_master_that_cannot_be_started_at_all_is_an_error_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def want(command: list[str], output: int) -> subprocess.Popen[bytes]:
+    def want(command: list[str]) -> subprocess.Popen[bytes]:
         raise OSError(12, "not now")
 
     monkeypatch.setattr(mooncake_master, "_spawn", want)

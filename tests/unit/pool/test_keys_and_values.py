@@ -42,8 +42,9 @@ class Memory:
     def pack(self, values: BlockValues, offset: int = 0) -> None:
         """The value of block 1."""
         ids = np.array([1], dtype=np.int64)
-        (total,) = values.pack_layers(0, NUM_LAYERS, ids, self.staging, offset)
-        values.seal(int(total), HASH, self.staging, offset)
+        staging = Region(self.staging.base + offset, self.staging.size - offset)
+        (total,) = values.pack_layers(0, NUM_LAYERS, ids, staging)
+        values.seal(int(total), HASH, staging, 0)
 
 
 @pytest.fixture

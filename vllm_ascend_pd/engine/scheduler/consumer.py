@@ -91,9 +91,6 @@ class Consumer(Part):
         """Under which the client keeps a lease: the last user may never have been answered."""
         self._overdue_at = 0.0
 
-    def find(self, request: Request) -> RemotePrompt | None:
-        return self.open.get(request.request_id)
-
     def load_ms(self, group: int) -> float:
         """Of a block of this group, of all workers together."""
         return self.speed.ms(self._common.bytes_per_block(group))

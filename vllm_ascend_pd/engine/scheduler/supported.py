@@ -64,7 +64,7 @@ def check_config(config: VllmConfig) -> None:
         _check_states(config)
     elif drafter_may_have_two_groups(config):
         use_one_group(config)
-    if _has_pool(config):
+    if _has("pool", config):
         # It stores what is hashed.
         hash_whole_prompts(config)
     parallel = config.parallel_config
@@ -86,7 +86,7 @@ def check_config(config: VllmConfig) -> None:
             "prefill context parallel sizes above 1",
         ),
         (
-            _forwards(config) and not config.shutdown_timeout,
+            _has("forward", config) and not config.shutdown_timeout,
             "forward.peers without --shutdown-timeout: no request would be left to forward",
         ),
         (
@@ -219,14 +219,10 @@ def _check_states(config: VllmConfig) -> None:
     )
 
 
-def _has_pool(config: VllmConfig) -> bool:
+def _has(section: str, config: VllmConfig) -> bool:
+    """Of ``kv_connector_extra_config``."""
     transfer = config.kv_transfer_config
-    return transfer is not None and "pool" in transfer.kv_connector_extra_config
-
-
-def _forwards(config: VllmConfig) -> bool:
-    transfer = config.kv_transfer_config
-    return transfer is not None and "forward" in transfer.kv_connector_extra_config
+    return transfer is not None and section in transfer.kv_connector_extra_config
 
 
 def check_supported(scheduler: Scheduler) -> None:

@@ -168,7 +168,6 @@ class BlockTables(Protocol):
         vllm/v1/core/single_type_kv_cache_manager.py:SingleTypeKVCacheManager
     """
 
-    block_size: int
     req_to_blocks: dict[str, list[KVCacheBlock]]
 
 
@@ -209,9 +208,6 @@ class BlockPool(Protocol):
         block_size: int,
         kv_cache_group_id: int,
     ) -> None: ...
-    def get_cached_block(
-        self, block_hash: BlockHash, kv_cache_group_ids: list[int]
-    ) -> list[KVCacheBlock] | None: ...
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]: ...
     def get_num_free_blocks(self) -> int: ...
     def touch(self, blocks: Sequence[KVCacheBlock]) -> None: ...
