@@ -10,6 +10,7 @@ neighbouring blocks that are neighbours on both sides.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_pd.backends.device_copy import DevicePageLayout
@@ -88,16 +89,10 @@ def plan_writes(
 
 def _spans(source_ids: Sequence[int], target_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Blocks in a row on both sides: the first one there, the first one here, how many."""
-    start = 0
-    for i in range(1, len(source_ids) + 1):
-        if (
-            i < len(source_ids)
-            and source_ids[i] - source_ids[start] == i - start
-            and target_ids[i] - target_ids[start] == i - start
-        ):
-            continue
-        yield source_ids[start], target_ids[start], i - start
-        start = i
+    ids = enumerate(zip(source_ids, target_ids, strict=True))
+    for _, run in groupby(ids, lambda one: (one[1][0] - one[0], one[1][1] - one[0])):
+        (_, (source, target)), *others = run
+        yield source, target, 1 + len(others)
 
 
 def _common_runs(source: Sequence[PageRun], target: Sequence[PageRun]) -> Iterator[_Common]:

@@ -59,13 +59,10 @@ class StepReport(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """The reports of two sets of workers on the same step."""
         assert isinstance(other, StepReport)
-        refused, errors = Counter(self.refused_frames), Counter(self.errors)
-        refused.update(other.refused_frames)
-        errors.update(other.errors)
         return StepReport(
             self.results + other.results,
             self.page_servers | other.page_servers,
-            dict(refused),
+            dict(Counter(self.refused_frames) + Counter(other.refused_frames)),
             self.rested + other.rested,
-            dict(errors),
+            dict(Counter(self.errors) + Counter(other.errors)),
         )

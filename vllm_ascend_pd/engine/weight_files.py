@@ -142,13 +142,14 @@ def _whole(size: int) -> Iterator[tuple[int, int]]:
 
 def _samples(descriptor: int, size: int) -> Iterator[tuple[int, int]]:
     """``(offset, length)`` of what is looked at."""
-    tensors = _tensor_places(descriptor, size)
-    if tensors is None:
+    header = _read_header(descriptor, size)
+    if header is None:
         yield from ((offset, _PIECE) for offset in range(0, size, _FILE_STRIDE))
         yield max(0, size - _PIECE), _PIECE
         return
-    yield 0, tensors[0][0]  # the header
-    for begin, end in tensors[1:]:
+    data, places = header
+    yield 0, data
+    for begin, end in sorted(places.values()):
         length = end - begin
         if length <= _PIECES_PER_TENSOR * _PIECE:
             yield begin, length
@@ -164,32 +165,20 @@ def tensor_names(files: Sequence[Path]) -> frozenset[str] | None:
     for file in files:
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            places = _places_by_name(descriptor, os.fstat(descriptor).st_size)
+            header = _read_header(descriptor, os.fstat(descriptor).st_size)
         finally:
             os.close(descriptor)
-        if places is None:
+        if header is None:
             return None
-        names.update(places)
+        names.update(header[1])
     return frozenset(names)
 
 
-def _tensor_places(descriptor: int, size: int) -> list[tuple[int, int]] | None:
-    """Where each tensor lies in a safetensors file, after ``(begin of the data, 0)``; ``None``
+def _read_header(descriptor: int, size: int) -> tuple[int, dict[str, tuple[int, int]]] | None:
+    """Where the data of a safetensors file begins, and where each tensor lies, by name; ``None``
     where this is no such file, whatever it is called.
     """
-    places = _places_by_name(descriptor, size)
-    if places is None:
-        return None
-    data = 8 + _header_size(descriptor)
-    return [(data, 0), *sorted(places.values())]
-
-
-def _header_size(descriptor: int) -> int:
-    return int.from_bytes(os.pread(descriptor, 8, 0), "little")
-
-
-def _places_by_name(descriptor: int, size: int) -> dict[str, tuple[int, int]] | None:
-    header_size = _header_size(descriptor)
+    header_size = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     data = 8 + header_size
     if not 1 < header_size < min(size, _MAX_HEADER):
         return None
@@ -205,4 +194,4 @@ def _places_by_name(descriptor: int, size: int) -> dict[str, tuple[int, int]] | 
         return None
     if any(not data <= begin <= end <= size for begin, end in places.values()):
         return None
-    return places
+    return data, places

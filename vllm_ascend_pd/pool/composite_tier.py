@@ -28,11 +28,6 @@ def goes_on(status: Status) -> bool:
     return status in (Status.MISSING, Status.DAMAGED)
 
 
-def promotes_to(found_in: int) -> range:
-    """The tiers that get a copy of a value that was read from this one."""
-    return range(found_in)
-
-
 def stored(statuses: Sequence[Status]) -> Status:
     """Of a put that went to every tier: one that has it is enough."""
     for status in (Status.OK, Status.FULL):
@@ -86,7 +81,7 @@ class CompositeTier(Tier):
             for i, status in zip(left, tier.get([values[i] for i in left]), strict=True):
                 statuses[i] = status
             found = [values[i] for i in left if statuses[i] is Status.OK]
-            for above in promotes_to(number) if found else ():
+            for above in range(number) if found else ():
                 # A put changes nothing where there is a value, be it damaged.
                 keys = {value.key for value in found}
                 self.tiers[above].remove([key for key in damaged[above] if key in keys])

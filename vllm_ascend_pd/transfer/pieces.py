@@ -14,6 +14,7 @@ every layer writes the last token into it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,8 @@ def plan_pieces(
         for layer in range(0, num_layers, pages_per_piece):
             count = min(pages_per_piece, num_layers - layer)
             pieces.append(Piece(layer, count, num_full, num_blocks, True))
-    if not num_full:
-        return pieces
-    pieces += _split(0, num_layers, 0, num_full, pages_per_piece)
+    if num_full:
+        pieces += _split(0, num_layers, 0, num_full, pages_per_piece)
     return pieces
 
 
@@ -58,13 +58,11 @@ def plan_ready(planned: list[int], ready: list[int], pages_per_piece: int) -> li
     """
     pieces: list[Piece] = []
     first = 0
-    for layer in range(1, len(planned) + 1):
-        here = (planned[first], ready[first])
-        if layer < len(planned) and (planned[layer], ready[layer]) == here:
-            continue
-        if here[1] > here[0]:
-            pieces += _split(first, layer - first, *here, pages_per_piece)
-        first = layer
+    for (start, stop), same in groupby(zip(planned, ready, strict=True)):
+        num_layers = len(list(same))
+        if stop > start:
+            pieces += _split(first, num_layers, start, stop, pages_per_piece)
+        first += num_layers
     return pieces
 
 

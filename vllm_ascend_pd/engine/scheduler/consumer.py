@@ -196,8 +196,6 @@ class Consumer(Part):
 
     def take_first_tokens(self) -> list[RemotePrompt]:
         """Requests whose first token is to be delivered now."""
-        if not self._first_tokens:
-            return []
         prompts, self._first_tokens = self._first_tokens, []
         return [
             prompt

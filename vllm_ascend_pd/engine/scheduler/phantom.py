@@ -21,6 +21,7 @@ With several KV cache groups the hits end where every group has what a request n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block, enter_blocks
@@ -281,10 +282,5 @@ def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
     """``[2, 3, 7]`` -> ``[(2, 4), (7, 8)]``."""
     if indices and indices[-1] - indices[0] == len(indices) - 1:
         return [(indices[0], indices[-1] + 1)]
-    runs: list[tuple[int, int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index:
-            runs[-1] = (runs[-1][0], index + 1)
-        else:
-            runs.append((index, index + 1))
-    return runs
+    runs = (list(run) for _, run in groupby(enumerate(indices), lambda one: one[1] - one[0]))
+    return [(run[0][1], run[-1][1] + 1) for run in runs]

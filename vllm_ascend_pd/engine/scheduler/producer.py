@@ -102,10 +102,6 @@ class Producer(Part):
         self._page_servers: dict[int, PageServer] = {}
         self._revokes: list[LeaseRef] = []
 
-    @property
-    def num_pinned_blocks(self) -> int:
-        return sum(len(prompt.pinned) for prompt in self._prompts.values())
-
     def expect(self, request: Request) -> tuple[Cause, str] | None:
         """This request asks for its KV to be kept for a consumer; why it is not, or ``None``."""
         if self._common.has_states and request.max_tokens > 1:
@@ -176,7 +172,7 @@ class Producer(Part):
         return {
             "prompts": len(self._expected) + len(self._prompts) + len(self._held),
             "leases": len(self.book),
-            "pinned_blocks": self.num_pinned_blocks,
+            "pinned_blocks": sum(len(prompt.pinned) for prompt in self._prompts.values()),
         }
 
     def build_grants(self, output: SchedulerOutput) -> list[Grant]:
@@ -383,8 +379,6 @@ class Producer(Part):
 
     def take_revokes(self) -> tuple[LeaseRef, ...]:
         """Leases that the worker must not serve from this step on."""
-        if not self._revokes:
-            return ()
         revokes, self._revokes = tuple(self._revokes), []
         return revokes
 

@@ -169,13 +169,9 @@ class Saves:
         """By block id: to be sent as soon as that may be."""
         self._under_way: dict[int, _Save] = {}
         self._pending: set[bytes] = set()
-        self._num_pinned = 0
+        self.num_pinned = 0
         self._backoff_s = _FIRST_BACKOFF_S
         self._resume_at = 0.0
-
-    @property
-    def num_pinned(self) -> int:
-        return self._num_pinned
 
     @property
     def num_under_way(self) -> int:
@@ -331,7 +327,7 @@ class Saves:
         chosen: list[GoodBlock] = []
         seen: set[bytes] = set()
         room = self._room()
-        while self._waiting and self._num_pinned + len(chosen) < self._max_pinned:
+        while self._waiting and self.num_pinned + len(chosen) < self._max_pinned:
             block_id, good = next(iter(self._waiting.items()))
             if good.is_current() and self._is_wanted(good.block_hash):
                 is_used = good.block.ref_cnt > 0
@@ -352,7 +348,7 @@ class Saves:
 
     def _store_next(self, evictions: Evictions) -> None:
         """Pin and send what would be evicted next, where that leaves enough for the next step."""
-        room = min(self._max_pinned - self._num_pinned, self._room())
+        room = min(self._max_pinned - self.num_pinned, self._room())
         chosen: list[GoodBlock] = []
         for good in evictions.next_ones():
             if self._is_wanted(good.block_hash):
@@ -380,7 +376,7 @@ class Saves:
                     self._send_save(save)
                 save = saves[place] = _Save(group, self._clock(), place[0])
             self._blocks.touch([good.block])
-            self._num_pinned += 1
+            self.num_pinned += 1
             self._pending.add(good.block_hash)
             save.blocks.append(good)
             save.pinned.append(good.block)
@@ -461,7 +457,7 @@ class Saves:
         self._send(DropSaves(self._last_id))
 
     def _unpin(self, save: _Save) -> None:
-        self._num_pinned -= len(save.pinned)
+        self.num_pinned -= len(save.pinned)
         if self._evictions is not None:
             self._evictions.give_back(save.pinned)
         else:
@@ -471,7 +467,7 @@ class Saves:
     def drop(self) -> None:
         """Give up what has not been copied yet; ``num_pinned`` says when that is done."""
         self._waiting.clear()
-        if self._num_pinned:
+        if self.num_pinned:
             self._send(DropSaves(self._last_id))
 
     def forget_all(self) -> None:

@@ -124,7 +124,7 @@ def returns_routed_experts(config: VllmConfig) -> bool:
     if (aux := getattr(config, "aux_output_config", None)) is not None:
         return bool(aux.enabled)
     model: Any = config.model_config
-    return model is not None and model.enable_return_routed_experts
+    return bool(model.enable_return_routed_experts)
 
 
 def sampling_parts(config: VllmConfig) -> dict[str, str]:
@@ -163,20 +163,17 @@ def watermark(config: VllmConfig) -> str:
 
 
 def uses_cascade_attention(config: VllmConfig) -> bool:
-    model: Any = config.model_config
-    return model is not None and not model.disable_cascade_attn
+    return not config.model_config.disable_cascade_attn
 
 
 def uses_sparse_attention(config: VllmConfig) -> bool:
     """Whether an indexer chooses what attention reads, from a cache of its own."""
-    model: Any = config.model_config
-    return model is not None and hasattr(model.hf_text_config, "index_topk")
+    return hasattr(config.model_config.hf_text_config, "index_topk")
 
 
 def compresses_kv(config: VllmConfig) -> bool:
     """Whether layers attend to what stands for several tokens, as those of DeepSeek V4 do."""
-    model: Any = config.model_config
-    return model is not None and hasattr(model.hf_text_config, "compress_ratios")
+    return hasattr(config.model_config.hf_text_config, "compress_ratios")
 
 
 def decodes_by_diffusion(config: VllmConfig) -> bool:
@@ -186,7 +183,7 @@ def decodes_by_diffusion(config: VllmConfig) -> bool:
         vllm/config/model.py:ModelConfig.is_diffusion
     """
     model: Any = config.model_config
-    return model is not None and model.is_diffusion
+    return bool(model.is_diffusion)
 
 
 def keeps_kv_in_host_memory(config: VllmConfig) -> bool:
@@ -206,7 +203,7 @@ def keeps_states(config: VllmConfig) -> bool:
         vllm/config/model.py:ModelConfig.has_inner_state
     """
     model: Any = config.model_config
-    return model is not None and model.has_inner_state
+    return bool(model.has_inner_state)
 
 
 def is_pooling_model(config: VllmConfig) -> bool:
@@ -216,7 +213,7 @@ def is_pooling_model(config: VllmConfig) -> bool:
         vllm/config/model.py:ModelConfig.runner_type
     """
     model: Any = config.model_config
-    return model is not None and model.runner_type == "pooling"
+    return bool(model.runner_type == "pooling")
 
 
 def media_options(multimodal_config: Any) -> tuple[object, ...]:
