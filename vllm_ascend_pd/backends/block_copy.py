@@ -28,7 +28,7 @@ import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -49,6 +49,9 @@ MASK = (1 << 64) - 1
 GOLDEN = 0x9E3779B97F4A7C15
 _NATIVE_VERSION = 2
 """Of what the extension's functions take."""
+
+Ids: TypeAlias = "NDArray[np.int64]"
+"""Of blocks: int64 [num_blocks], C-contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +177,7 @@ class BlockCopier(ABC):
     the bytes being read, with one exception: staging may be hit by a late network write at any time
     during `scatter`. Then the checksum is still that of the bytes that reached the pages.
 
-    All offsets, strides and sizes are bytes. `block_ids` is int64 [num_blocks], C-contiguous; other
+    All offsets, strides and sizes are bytes. `block_ids` are `Ids`; other
     dtypes are a `TypeError`. A page or staging range outside its region, an overlap of the two
     regions in use, or an impossible layout is a `ValueError` that names the index at fault, and
     then nothing has been copied.
@@ -182,14 +185,9 @@ class BlockCopier(ABC):
 
     @abstractmethod
     def gather(
-        self,
-        layout: PageLayout,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int = 0,
-        seed: int = 0,
+        self, layout: PageLayout, block_ids: Ids, staging: Region, offset: int = 0, seed: int = 0
     ) -> int:
-        """Copies pages to staging[staging_offset:] and returns their checksum."""
+        """Copies pages to staging[offset:] and returns their checksum."""
 
     @abstractmethod
     def gather_layers(
@@ -197,34 +195,29 @@ class BlockCopier(ABC):
         layout: PageLayout,
         start: int,
         stop: int,
-        block_ids: NDArray[np.int64],
+        block_ids: Ids,
         staging: Region,
-        staging_offset: int,
+        offset: int,
         value_stride: int,
     ) -> NDArray[np.uint64]:
         """Copies the pages of layers [start, stop), of a multiple of 8 bytes each.
 
-        Layer l of the b-th block goes to staging[staging_offset + b * value_stride + l *
+        Layer l of the b-th block goes to staging[offset + b * value_stride + l *
         page_bytes :]. Returns what these layers add to the sum of each block, uint64 [num_blocks],
         for `finish_checksum`.
         """
 
     @abstractmethod
     def scatter(
-        self,
-        layout: PageLayout,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int = 0,
-        seed: int = 0,
+        self, layout: PageLayout, block_ids: Ids, staging: Region, offset: int = 0, seed: int = 0
     ) -> int:
-        """Copies staging[staging_offset:] to pages and returns the checksum of what was stored."""
+        """Copies staging[offset:] to pages and returns the checksum of what was stored."""
 
     @abstractmethod
     def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
         """Checksum of region[offset : offset + num_bytes]."""
 
-    def settle(self, block_ids: NDArray[np.int64]) -> None:  # noqa: B027 -- nothing to wait for
+    def settle(self, block_ids: Ids) -> None:  # noqa: B027 -- nothing to wait for
         """Returns once nothing that the engine has launched reads or writes these blocks any more.
 
         Before a network reads or writes them itself. In host memory the engine launches nothing.
@@ -244,41 +237,31 @@ class NativeBlockCopier(BlockCopier):
         self._native = _C
 
     def gather(
-        self,
-        layout: PageLayout,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int = 0,
-        seed: int = 0,
+        self, layout: PageLayout, block_ids: Ids, staging: Region, offset: int = 0, seed: int = 0
     ) -> int:
         pages = self._pages(layout, block_ids)
-        return self._native.gather(*pages, self._region(staging), staging_offset, seed)
+        return self._native.gather(*pages, self._region(staging), offset, seed)
 
     def gather_layers(
         self,
         layout: PageLayout,
         start: int,
         stop: int,
-        block_ids: NDArray[np.int64],
+        block_ids: Ids,
         staging: Region,
-        staging_offset: int,
+        offset: int,
         value_stride: int,
     ) -> NDArray[np.uint64]:
         pages = self._pages(layout.for_layers(start, stop), block_ids)
         return self._native.gather_layers(
-            *pages, self._region(staging), staging_offset, value_stride, start
+            *pages, self._region(staging), offset, value_stride, start
         )
 
     def scatter(
-        self,
-        layout: PageLayout,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int = 0,
-        seed: int = 0,
+        self, layout: PageLayout, block_ids: Ids, staging: Region, offset: int = 0, seed: int = 0
     ) -> int:
         pages = self._pages(layout, block_ids)
-        return self._native.scatter(*pages, self._region(staging), staging_offset, seed)
+        return self._native.scatter(*pages, self._region(staging), offset, seed)
 
     def checksum(self, region: Region, offset: int, num_bytes: int, seed: int = 0) -> int:
         return self._native.checksum(self._region(region), offset, num_bytes, seed)
@@ -287,15 +270,11 @@ class NativeBlockCopier(BlockCopier):
         native = self._native
         return memory.size >= native.RING_MIN_BYTES and not memory.base % native.RING_ALIGNMENT
 
-    def pack_ring(
-        self, layout: PageLayout, block_ids: NDArray[np.int64], ring: Region, key: int
-    ) -> RingPacker:
+    def pack_ring(self, layout: PageLayout, block_ids: Ids, ring: Region, key: int) -> RingPacker:
         pages = self._pages(layout, block_ids)
         return RingPacker(self._native.RingPacker(*pages, self._region(ring), key))
 
-    def place_ring(
-        self, layout: PageLayout, block_ids: NDArray[np.int64], ring: Region, key: int
-    ) -> RingPlacer:
+    def place_ring(self, layout: PageLayout, block_ids: Ids, ring: Region, key: int) -> RingPlacer:
         pages = self._pages(layout, block_ids)
         return RingPlacer(self._native.RingPlacer(*pages, self._region(ring), key))
 
@@ -303,8 +282,8 @@ class NativeBlockCopier(BlockCopier):
         return self._native.Region(region.base, region.size)
 
     def _pages(
-        self, layout: PageLayout, block_ids: NDArray[np.int64]
-    ) -> tuple[_C.Region, NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
+        self, layout: PageLayout, block_ids: Ids
+    ) -> tuple[_C.Region, NDArray[np.int64], NDArray[np.int64], Ids, int]:
         """What every copy of the extension begins with."""
         return (
             self._region(layout.region),

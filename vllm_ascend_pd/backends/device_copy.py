@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from vllm_ascend_pd.backends.block_copy import Ids
+
 logger = logging.getLogger(__name__)
 
 
@@ -229,31 +231,26 @@ class DeviceBlockCopier(BlockCopier):
         self._end = self._device.record()
 
     def gather(
-        self,
-        layout: PageLayout,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int = 0,
-        seed: int = 0,
+        self, layout: PageLayout, block_ids: Ids, staging: Region, offset: int = 0, seed: int = 0
     ) -> int:
-        layout, ids, num_bytes = _check(layout, block_ids, staging, staging_offset)
+        layout, ids, num_bytes = _check(layout, block_ids, staging, offset)
         if not num_bytes:
-            return self._host.checksum(staging, staging_offset, 0, seed)
-        pinned = self._pinned_part(staging.base + staging_offset, num_bytes)
+            return self._host.checksum(staging, offset, 0, seed)
+        pinned = self._pinned_part(staging.base + offset, num_bytes)
         if pinned is not None:
             return self._copy_verified(layout, ids, pick, pinned, seed)
         fetched = self._fetch(layout, ids, num_bytes)
         num_pages, page_bytes = num_bytes // layout.page_bytes, layout.page_bytes
-        return self._host.copy((fetched, 0), (staging, staging_offset), num_pages, page_bytes, seed)
+        return self._host.copy((fetched, 0), (staging, offset), num_pages, page_bytes, seed)
 
     def gather_layers(
         self,
         layout: PageLayout,
         start: int,
         stop: int,
-        block_ids: NDArray[np.int64],
+        block_ids: Ids,
         staging: Region,
-        staging_offset: int,
+        offset: int,
         value_stride: int,
     ) -> NDArray[np.uint64]:
         layers, ids = _check_layout(layout.for_layers(start, stop), block_ids)
@@ -266,30 +263,21 @@ class DeviceBlockCopier(BlockCopier):
         # Layer-major in the pinned buffer, where the layers before ``start`` would lie before it.
         offsets = np.arange(-start, stop - start, dtype=np.int64) * (len(ids) * page_bytes)
         packed = PageLayout.packed(fetched, offsets, page_bytes)
-        return self._host.copy_layers(
-            packed, start, stop, len(ids), staging, staging_offset, value_stride
-        )
+        return self._host.copy_layers(packed, start, stop, len(ids), staging, offset, value_stride)
 
     def scatter(
-        self,
-        layout: PageLayout,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int = 0,
-        seed: int = 0,
+        self, layout: PageLayout, block_ids: Ids, staging: Region, offset: int = 0, seed: int = 0
     ) -> int:
-        layout, ids, num_bytes = _check(layout, block_ids, staging, staging_offset)
+        layout, ids, num_bytes = _check(layout, block_ids, staging, offset)
         if not num_bytes:
-            return self._host.checksum(staging, staging_offset, 0, seed)
-        pinned = self._pinned_part(staging.base + staging_offset, num_bytes)
+            return self._host.checksum(staging, offset, 0, seed)
+        pinned = self._pinned_part(staging.base + offset, num_bytes)
         if pinned is not None:
             return self._copy_verified(layout, ids, put, pinned, seed)
         lane = self._lane(num_bytes)
         bounce = self._bounce(lane, num_bytes)
         num_pages, page_bytes = num_bytes // layout.page_bytes, layout.page_bytes
-        checksum = self._host.copy(
-            (staging, staging_offset), (lane.region, 0), num_pages, page_bytes, seed
-        )
+        checksum = self._host.copy((staging, offset), (lane.region, 0), num_pages, page_bytes, seed)
         self._run(lane, layout, ids, partial(put, memory=bounce))
         return checksum
 
@@ -297,7 +285,7 @@ class DeviceBlockCopier(BlockCopier):
         """Of host memory: staging, or what a tier holds."""
         return self._host.checksum(region, offset, num_bytes, seed)
 
-    def settle(self, block_ids: NDArray[np.int64]) -> None:
+    def settle(self, block_ids: Ids) -> None:
         """Blocks for what the fences of these blocks stand for: up to a step of the engine."""
         lane = self._lane(1)
         self._order(lane, block_ids.tolist())
@@ -406,22 +394,20 @@ class DeviceBlockCopier(BlockCopier):
 
 
 def _check(
-    layout: PageLayout, block_ids: NDArray[np.int64], staging: Region, staging_offset: int
+    layout: PageLayout, block_ids: Ids, staging: Region, offset: int
 ) -> tuple[DevicePageLayout, list[int], int]:
     """Refuses what would leave the pages or staging, before anything is copied."""
     layout, ids = _check_layout(layout, block_ids)
     num_bytes = layout.num_bytes(len(ids))
-    if staging_offset < 0 or staging_offset + num_bytes > staging.size:
+    if offset < 0 or offset + num_bytes > staging.size:
         raise ValueError(
-            f"staging range of {num_bytes} bytes at offset {staging_offset} leaves the region of "
+            f"staging range of {num_bytes} bytes at offset {offset} leaves the region of "
             f"{staging.size} bytes"
         )
     return layout, ids, num_bytes
 
 
-def _check_layout(
-    layout: PageLayout, block_ids: NDArray[np.int64]
-) -> tuple[DevicePageLayout, list[int]]:
+def _check_layout(layout: PageLayout, block_ids: Ids) -> tuple[DevicePageLayout, list[int]]:
     if not isinstance(layout, DevicePageLayout):
         raise TypeError(f"pages in host memory ({type(layout).__name__}) have their own copier")
     if block_ids.dtype != np.int64 or block_ids.ndim != 1:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from vllm_ascend_pd.backends.block_copy import Ids
     from vllm_ascend_pd.backends.device_copy import DevicePageLayout
 
 Cut: TypeAlias = tuple[int, int, int]
@@ -58,9 +59,7 @@ class Rows(NamedTuple):
     """Those of all pages, block by block, are ``index[start:stop]``."""
 
 
-def index_of(
-    layout: DevicePageLayout, ids: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], dict[Cut, Rows]]:
+def index_of(layout: DevicePageLayout, ids: Ids) -> tuple[NDArray[np.int64], dict[Cut, Rows]]:
     """The rows of these blocks' pages, for every cut that a segment of the layout has. Layers are
     mostly cut alike, so there are few.
     """

@@ -25,11 +25,8 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from vllm_ascend_pd.backends.transfer_engine import TransferStatus
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
     from vllm_ascend_pd import _C
-    from vllm_ascend_pd.backends.block_copy import PageLayout, Region
+    from vllm_ascend_pd.backends.block_copy import Ids, PageLayout, Region
 
 _STATUS = {
     "DONE": TransferStatus.DONE,
@@ -109,11 +106,11 @@ class SupportsRing(Protocol):
         ...
 
     def pack_ring(
-        self, layout: PageLayout, block_ids: NDArray[np.int64], ring: Region, key: int
+        self, layout: PageLayout, block_ids: Ids, ring: Region, key: int
     ) -> RingPacker: ...
 
     def place_ring(
-        self, layout: PageLayout, block_ids: NDArray[np.int64], ring: Region, key: int
+        self, layout: PageLayout, block_ids: Ids, ring: Region, key: int
     ) -> RingPlacer: ...
 
 

@@ -19,6 +19,8 @@ from vllm_ascend_pd.backends.block_copy import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from vllm_ascend_pd.backends.block_copy import Ids
+
 _CHUNK_BYTES = 1 << 20  # bounds the temporaries; a multiple of 8
 
 
@@ -26,15 +28,10 @@ class PythonBlockCopier(BlockCopier):
     """numpy and ctypes only: the native one's reference, and the way out without a compiler."""
 
     def gather(
-        self,
-        layout: PageLayout,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int = 0,
-        seed: int = 0,
+        self, layout: PageLayout, block_ids: Ids, staging: Region, offset: int = 0, seed: int = 0
     ) -> int:
-        num_bytes = _check_copy(layout, block_ids, staging, staging_offset)
-        start = staging.base + staging_offset
+        num_bytes = _check_copy(layout, block_ids, staging, offset)
+        start = staging.base + offset
         for page, addr in enumerate(_page_addresses(layout, block_ids)):
             ctypes.memmove(start + page * layout.page_bytes, addr, layout.page_bytes)
         return _checksum(start, num_bytes, seed)
@@ -44,16 +41,16 @@ class PythonBlockCopier(BlockCopier):
         layout: PageLayout,
         start: int,
         stop: int,
-        block_ids: NDArray[np.int64],
+        block_ids: Ids,
         staging: Region,
-        staging_offset: int,
+        offset: int,
         value_stride: int,
     ) -> NDArray[np.uint64]:
         layers = layout.for_layers(start, stop)
-        _check_values(layers, block_ids, start, staging, staging_offset, value_stride)
+        _check_values(layers, block_ids, start, staging, offset, value_stride)
         sums = np.zeros(len(block_ids), dtype=np.uint64)
         first_word = start * layout.page_bytes // 8
-        first = staging.base + staging_offset + start * layout.page_bytes
+        first = staging.base + offset + start * layout.page_bytes
         num_bytes = layers.num_bytes(1)
         for i in range(len(block_ids)):
             to = first + i * value_stride
@@ -64,18 +61,13 @@ class PythonBlockCopier(BlockCopier):
         return sums
 
     def scatter(
-        self,
-        layout: PageLayout,
-        block_ids: NDArray[np.int64],
-        staging: Region,
-        staging_offset: int = 0,
-        seed: int = 0,
+        self, layout: PageLayout, block_ids: Ids, staging: Region, offset: int = 0, seed: int = 0
     ) -> int:
-        num_bytes = _check_copy(layout, block_ids, staging, staging_offset)
+        num_bytes = _check_copy(layout, block_ids, staging, offset)
         if num_bytes == 0:
             return _checksum(staging.base, 0, seed)
         # A private copy, so that what is checksummed is what is stored.
-        stored = _bytes_at(staging.base + staging_offset, num_bytes).copy()
+        stored = _bytes_at(staging.base + offset, num_bytes).copy()
         start = stored.ctypes.data
         for page, addr in enumerate(_page_addresses(layout, block_ids)):
             ctypes.memmove(addr, start + page * layout.page_bytes, layout.page_bytes)
@@ -86,22 +78,20 @@ class PythonBlockCopier(BlockCopier):
         return _checksum(region.base + offset, num_bytes, seed)
 
 
-def _check_copy(
-    layout: PageLayout, block_ids: NDArray[np.int64], staging: Region, staging_offset: int
-) -> int:
+def _check_copy(layout: PageLayout, block_ids: Ids, staging: Region, offset: int) -> int:
     """Refuses what would leave either region; returns the number of staging bytes."""
     _check_pages(layout, block_ids)
     num_bytes = layout.num_bytes(len(block_ids))
-    _check_staging(layout, staging, staging_offset, num_bytes)
+    _check_staging(layout, staging, offset, num_bytes)
     return num_bytes
 
 
 def _check_values(
     layers: PageLayout,
-    block_ids: NDArray[np.int64],
+    block_ids: Ids,
     first_layer: int,
     staging: Region,
-    staging_offset: int,
+    offset: int,
     value_stride: int,
 ) -> None:
     """What `gather_layers` refuses; ``layers`` are those from ``first_layer`` on."""
@@ -115,10 +105,10 @@ def _check_values(
         )
     # What follows the pages of the last value is not touched.
     num_bytes = max(0, len(block_ids) * value_stride - (value_stride - value_bytes))
-    _check_staging(layers, staging, staging_offset, num_bytes if len(block_ids) else 0)
+    _check_staging(layers, staging, offset, num_bytes if len(block_ids) else 0)
 
 
-def _check_pages(layout: PageLayout, block_ids: NDArray[np.int64]) -> None:
+def _check_pages(layout: PageLayout, block_ids: Ids) -> None:
     region, page_bytes, strides = layout.region, layout.page_bytes, layout.block_strides
     _check_array("layer_offsets", layout.layer_offsets)
     _check_array("block_strides", strides)
@@ -146,11 +136,9 @@ def _check_pages(layout: PageLayout, block_ids: NDArray[np.int64]) -> None:
         )
 
 
-def _check_staging(
-    layout: PageLayout, staging: Region, staging_offset: int, num_bytes: int
-) -> None:
+def _check_staging(layout: PageLayout, staging: Region, offset: int, num_bytes: int) -> None:
     region = layout.region
-    _check_range("staging", staging, staging_offset, num_bytes)
+    _check_range("staging", staging, offset, num_bytes)
     if staging.base < region.base + region.size and region.base < staging.base + staging.size:
         raise ValueError("the staging region overlaps the region of the pages")
 
@@ -168,7 +156,7 @@ def _check_range(name: str, region: Region, offset: int, num_bytes: int) -> None
         )
 
 
-def _page_addresses(layout: PageLayout, block_ids: NDArray[np.int64]) -> list[int]:
+def _page_addresses(layout: PageLayout, block_ids: Ids) -> list[int]:
     block_offsets = layout.block_strides[:, None] * block_ids[None, :]
     offsets = layout.layer_offsets[:, None] + block_offsets
     return [layout.region.base + offset for offset in offsets.ravel().tolist()]

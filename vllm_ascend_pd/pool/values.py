@@ -24,7 +24,7 @@ from vllm_ascend_pd.pool.tier import Status
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages, Region
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, GroupPages, Ids, Region
     from vllm_ascend_pd.pool.keys import KeySpace
 
 _MAGIC = b"PDKVPOOL"
@@ -54,7 +54,7 @@ class BlockValues:
         return len(self._layout.layer_offsets)
 
     def pack_layers(
-        self, start: int, stop: int, block_ids: NDArray[np.int64], staging: Region
+        self, start: int, stop: int, block_ids: Ids, staging: Region
     ) -> NDArray[np.uint64]:
         """Write layers [start, stop) of blocks whose values lie side by side in ``staging``; what
         they add to the sum of each value that ``seal`` wants.

@@ -16,9 +16,7 @@ from vllm_ascend_pd.transfer.pieces import Piece, plan_pieces, plan_ready
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
-
-    from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout
+    from vllm_ascend_pd.backends.block_copy import GroupPages, Ids, PageLayout
     from vllm_ascend_pd.backends.page_ring import RingPlacer
     from vllm_ascend_pd.backends.staging import Slot
     from vllm_ascend_pd.kv.span import LoadBlocks
@@ -222,7 +220,7 @@ class InFlight:
     is_ring_full: bool = False
     """Said by the producer, which says it again only after there was room."""
 
-    def pages(self) -> tuple[PageLayout, NDArray[np.int64]]:
+    def pages(self) -> tuple[PageLayout, Ids]:
         """Where it goes."""
         load, piece = self.load, self.piece
         layers = load.layout.for_layers(piece.first_layer, piece.first_layer + piece.num_layers)

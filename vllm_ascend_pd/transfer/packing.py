@@ -18,10 +18,7 @@ from vllm_ascend_pd.wire import Fetched, Packing
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from vllm_ascend_pd.backends.block_copy import BlockCopier, PageLayout, Region
+    from vllm_ascend_pd.backends.block_copy import BlockCopier, Ids, PageLayout, Region
     from vllm_ascend_pd.backends.page_ring import RingPacker
     from vllm_ascend_pd.backends.transports import Route
     from vllm_ascend_pd.transfer.grants import Grants
@@ -80,12 +77,7 @@ class RingPackers:
         return (piece.identity for piece in self._pieces)
 
     def start(
-        self,
-        identity: bytes,
-        fetch: Fetch,
-        route: Route,
-        layers: PageLayout,
-        block_ids: NDArray[np.int64],
+        self, identity: bytes, fetch: Fetch, route: Route, layers: PageLayout, block_ids: Ids
     ) -> bool:
         """Pack a piece as far as there is room; ``False`` when either side cannot."""
         copier, engine = self._copier, route.engine

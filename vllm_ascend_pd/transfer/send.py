@@ -37,9 +37,7 @@ from vllm_ascend_pd.wire import Fetch, Fetched, Packing, Progress, Watch, decode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from numpy.typing import NDArray
-
-    from vllm_ascend_pd.backends.block_copy import PageLayout, WorkerPages
+    from vllm_ascend_pd.backends.block_copy import Ids, PageLayout, WorkerPages
     from vllm_ascend_pd.backends.staging import Slot, StagingPool
     from vllm_ascend_pd.backends.transfer_engine import TransferHandle
     from vllm_ascend_pd.backends.transports import Route, Transports
@@ -409,6 +407,6 @@ class DataServer(Reactor):
         self.listener.send(identity, encode(message))
 
 
-def _block_ids(fetch: Fetch, grant: Grant) -> NDArray[np.int64]:
+def _block_ids(fetch: Fetch, grant: Grant) -> Ids:
     block_ids = grant.block_ids[fetch.group]
     return np.array([block_ids[index] for index in fetch.block_indices], dtype=np.int64)
