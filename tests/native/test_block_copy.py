@@ -20,6 +20,7 @@ from vllm_ascend_pd.backends.block_copy import (
     NativeBlockCopier,
     PageLayout,
     Region,
+    Values,
     finish_checksum,
     make_block_copier,
 )
@@ -214,9 +215,7 @@ def test_values_packed_layer_by_layer_are_those_of_one_gather(case, seed, stride
                 start,
                 stop,
                 case.block_ids,
-                region_of(staging),
-                case.staging_offset,
-                stride,
+                Values(region_of(staging), case.staging_offset, stride),
             )
         assert np.array_equal(staging, expected)
         assert [finish_checksum(t, value_bytes, seed) for t in total.tolist()] == checksums
@@ -247,9 +246,11 @@ def test_values_that_leave_their_memory_are_refused(copier, change, message):
             change.get("start", 0),
             2,
             change.get("block_ids", case.block_ids),
-            region_of(case.staging),
-            change.get("staging_offset", 0),
-            change.get("value_stride", 128),
+            Values(
+                region_of(case.staging),
+                change.get("staging_offset", 0),
+                change.get("value_stride", 128),
+            ),
         )
     assert not case.staging.any()
 
@@ -468,7 +469,7 @@ def test_other_threads_run_during_a_native_call(name):
             if name == "checksum":
                 NATIVE.checksum(staging, 0, staging.size)
             elif name == "gather_layers":
-                NATIVE.gather_layers(case.layout, 0, 4, case.block_ids, staging, 0, 4 << 20)
+                NATIVE.gather_layers(case.layout, 0, 4, case.block_ids, Values(staging, 0, 4 << 20))
             else:
                 getattr(NATIVE, name)(case.layout, case.block_ids, staging)
             if counted.is_set():

@@ -28,7 +28,7 @@ import logging
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -167,6 +167,16 @@ class WorkerPages:
     """Those of its pipeline stage, where there are several (``wire.Worker``)."""
 
 
+class Values(NamedTuple):
+    """Where the value of each of some blocks begins: that of the b-th one at
+    staging[offset + b * stride :], and its page l so many pages behind that.
+    """
+
+    staging: Region
+    offset: int
+    stride: int
+
+
 class BlockCopier(ABC):
     """Moves KV pages to and from staging and checksums exactly the bytes that it stored.
 
@@ -177,10 +187,10 @@ class BlockCopier(ABC):
     the bytes being read, with one exception: staging may be hit by a late network write at any time
     during `scatter`. Then the checksum is still that of the bytes that reached the pages.
 
-    All offsets, strides and sizes are bytes. `block_ids` are `Ids`; other
-    dtypes are a `TypeError`. A page or staging range outside its region, an overlap of the two
-    regions in use, or an impossible layout is a `ValueError` that names the index at fault, and
-    then nothing has been copied.
+    All offsets, strides and sizes are bytes. `block_ids` are `Ids`; other dtypes are a `TypeError`.
+    A page or staging range outside its region, an overlap of the two regions in use, or an
+    impossible layout is a `ValueError` that names the index at fault, and then nothing has been
+    copied.
     """
 
     @abstractmethod
@@ -191,20 +201,12 @@ class BlockCopier(ABC):
 
     @abstractmethod
     def gather_layers(
-        self,
-        layout: PageLayout,
-        start: int,
-        stop: int,
-        block_ids: Ids,
-        staging: Region,
-        offset: int,
-        value_stride: int,
+        self, layout: PageLayout, start: int, stop: int, block_ids: Ids, values: Values
     ) -> NDArray[np.uint64]:
         """Copies the pages of layers [start, stop), of a multiple of 8 bytes each.
 
-        Layer l of the b-th block goes to staging[offset + b * value_stride + l *
-        page_bytes :]. Returns what these layers add to the sum of each block, uint64 [num_blocks],
-        for `finish_checksum`.
+        Layer l of the b-th block goes to page l of the b-th of `values`. Returns what these layers
+        add to the sum of each block, uint64 [num_blocks], for `finish_checksum`.
         """
 
     @abstractmethod
@@ -243,18 +245,11 @@ class NativeBlockCopier(BlockCopier):
         return self._native.gather(*pages, self._region(staging), offset, seed)
 
     def gather_layers(
-        self,
-        layout: PageLayout,
-        start: int,
-        stop: int,
-        block_ids: Ids,
-        staging: Region,
-        offset: int,
-        value_stride: int,
+        self, layout: PageLayout, start: int, stop: int, block_ids: Ids, values: Values
     ) -> NDArray[np.uint64]:
         pages = self._pages(layout.for_layers(start, stop), block_ids)
         return self._native.gather_layers(
-            *pages, self._region(staging), offset, value_stride, start
+            *pages, self._region(values.staging), values.offset, values.stride, start
         )
 
     def scatter(

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from vllm_ascend_pd.backends.block_copy import Ids
+    from vllm_ascend_pd.backends.block_copy import Ids, Values
 
 logger = logging.getLogger(__name__)
 
@@ -244,14 +244,7 @@ class DeviceBlockCopier(BlockCopier):
         return self._host.copy((fetched, 0), (staging, offset), num_pages, page_bytes, seed)
 
     def gather_layers(
-        self,
-        layout: PageLayout,
-        start: int,
-        stop: int,
-        block_ids: Ids,
-        staging: Region,
-        offset: int,
-        value_stride: int,
+        self, layout: PageLayout, start: int, stop: int, block_ids: Ids, values: Values
     ) -> NDArray[np.uint64]:
         layers, ids = _check_layout(layout.for_layers(start, stop), block_ids)
         num_bytes, page_bytes = layers.num_bytes(len(ids)), layout.page_bytes
@@ -263,7 +256,7 @@ class DeviceBlockCopier(BlockCopier):
         # Layer-major in the pinned buffer, where the layers before ``start`` would lie before it.
         offsets = np.arange(-start, stop - start, dtype=np.int64) * (len(ids) * page_bytes)
         packed = PageLayout.packed(fetched, offsets, page_bytes)
-        return self._host.copy_layers(packed, start, stop, len(ids), staging, offset, value_stride)
+        return self._host.copy_layers(packed, start, stop, len(ids), values)
 
     def scatter(
         self, layout: PageLayout, block_ids: Ids, staging: Region, offset: int = 0, seed: int = 0

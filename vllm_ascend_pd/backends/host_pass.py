@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from vllm_ascend_pd.backends.block_copy import PageLayout, finish_checksum
+from vllm_ascend_pd.backends.block_copy import PageLayout, Values, finish_checksum
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,36 +64,23 @@ class HostPass:
         rows = PageLayout.packed(region, offsets, row_bytes)
 
         def copy_part(start: int, stop: int) -> int:
-            sums = self._copier.gather_layers(rows, start, stop, _ONE_BLOCK, *target, num_bytes)
+            value = Values(*target, num_bytes)
+            sums = self._copier.gather_layers(rows, start, stop, _ONE_BLOCK, value)
             return int(sums[0])
 
         total = sum(self._in_parts(copy_part, num_rows, num_bytes))
         return finish_checksum(total, num_bytes, seed)
 
     def copy_layers(
-        self,
-        layout: PageLayout,
-        start: int,
-        stop: int,
-        num_blocks: int,
-        staging: Region,
-        staging_offset: int,
-        value_stride: int,
+        self, layout: PageLayout, start: int, stop: int, num_blocks: int, values: Values
     ) -> NDArray[np.uint64]:
         """`BlockCopier.gather_layers` of the first ``num_blocks`` blocks."""
         num_bytes = layout.for_layers(start, stop).num_bytes(num_blocks)
         blocks = np.arange(num_blocks, dtype=np.int64)
 
         def copy_part(first: int, last: int) -> NDArray[np.uint64]:
-            return self._copier.gather_layers(
-                layout,
-                start,
-                stop,
-                blocks[first:last],
-                staging,
-                staging_offset + first * value_stride,
-                value_stride,
-            )
+            part = values._replace(offset=values.offset + first * values.stride)
+            return self._copier.gather_layers(layout, start, stop, blocks[first:last], part)
 
         return np.concatenate(self._in_parts(copy_part, num_blocks, num_bytes))
 

@@ -19,7 +19,7 @@ from vllm_ascend_pd.backends.block_copy import (
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from vllm_ascend_pd.backends.block_copy import Ids
+    from vllm_ascend_pd.backends.block_copy import Ids, Values
 
 _CHUNK_BYTES = 1 << 20  # bounds the temporaries; a multiple of 8
 
@@ -37,23 +37,16 @@ class PythonBlockCopier(BlockCopier):
         return _checksum(start, num_bytes, seed)
 
     def gather_layers(
-        self,
-        layout: PageLayout,
-        start: int,
-        stop: int,
-        block_ids: Ids,
-        staging: Region,
-        offset: int,
-        value_stride: int,
+        self, layout: PageLayout, start: int, stop: int, block_ids: Ids, values: Values
     ) -> NDArray[np.uint64]:
         layers = layout.for_layers(start, stop)
-        _check_values(layers, block_ids, start, staging, offset, value_stride)
+        _check_values(layers, block_ids, start, values)
         sums = np.zeros(len(block_ids), dtype=np.uint64)
         first_word = start * layout.page_bytes // 8
-        first = staging.base + offset + start * layout.page_bytes
+        first = values.staging.base + values.offset + start * layout.page_bytes
         num_bytes = layers.num_bytes(1)
         for i in range(len(block_ids)):
-            to = first + i * value_stride
+            to = first + i * values.stride
             for page, addr in enumerate(_page_addresses(layers, block_ids[i : i + 1])):
                 ctypes.memmove(to + page * layout.page_bytes, addr, layout.page_bytes)
             if num_bytes:
@@ -86,25 +79,17 @@ def _check_copy(layout: PageLayout, block_ids: Ids, staging: Region, offset: int
     return num_bytes
 
 
-def _check_values(
-    layers: PageLayout,
-    block_ids: Ids,
-    first_layer: int,
-    staging: Region,
-    offset: int,
-    value_stride: int,
-) -> None:
+def _check_values(layers: PageLayout, block_ids: Ids, first_layer: int, values: Values) -> None:
     """What `gather_layers` refuses; ``layers`` are those from ``first_layer`` on."""
+    staging, offset, stride = values
     _check_pages(layers, block_ids)
     if layers.page_bytes % 8:
         raise ValueError(f"page_bytes must be a multiple of 8, not {layers.page_bytes}")
     value_bytes = (first_layer + len(layers.layer_offsets)) * layers.page_bytes
-    if first_layer < 0 or value_bytes > value_stride:
-        raise ValueError(
-            f"layers from {first_layer} on do not fit in a value of {value_stride} bytes"
-        )
+    if first_layer < 0 or value_bytes > stride:
+        raise ValueError(f"layers from {first_layer} on do not fit in a value of {stride} bytes")
     # What follows the pages of the last value is not touched.
-    num_bytes = max(0, len(block_ids) * value_stride - (value_stride - value_bytes))
+    num_bytes = max(0, len(block_ids) * stride - (stride - value_bytes))
     _check_staging(layers, staging, offset, num_bytes if len(block_ids) else 0)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from vllm_ascend_pd.backends.block_copy import finish_checksum
+from vllm_ascend_pd.backends.block_copy import Values, finish_checksum
 from vllm_ascend_pd.pool.keys import FORMAT_VERSION
 from vllm_ascend_pd.pool.tier import Status
 
@@ -59,9 +59,8 @@ class BlockValues:
         """Write layers [start, stop) of blocks whose values lie side by side in ``staging``; what
         they add to the sum of each value that ``seal`` wants.
         """
-        return self._copier.gather_layers(
-            self._layout, start, stop, block_ids, staging, HEADER_BYTES, self.num_bytes
-        )
+        values = Values(staging, HEADER_BYTES, self.num_bytes)
+        return self._copier.gather_layers(self._layout, start, stop, block_ids, values)
 
     def seal(self, total: int, block_hash: bytes, staging: Region, offset: int) -> None:
         """Complete the value at ``staging[offset:]``, of which all layers have been packed."""

@@ -18,6 +18,7 @@ from vllm_ascend_pd.backends.block_copy import (
     NativeBlockCopier,
     PageLayout,
     Region,
+    Values,
     finish_checksum,
 )
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier, DevicePageLayout, Segment
@@ -149,9 +150,8 @@ def test_layers_of_blocks_are_packed_apart(
 ) -> None:
     memory, staging = Memory(shape), Staging()
     stride = 64 + NUM_LAYERS * PAGE
-    sums = copier.gather_layers(
-        memory.layout, start, stop, ids(*blocks), staging.region, 64, stride
-    )
+    values = Values(staging.region, 64, stride)
+    sums = copier.gather_layers(memory.layout, start, stop, ids(*blocks), values)
     expected = np.zeros_like(staging.bytes)
     for i, block in enumerate(blocks):
         for layer in range(start, stop):
@@ -456,7 +456,7 @@ def test_values_wait_for_all_that_was_launched_in_the_last_step(
     compute(device, memory, 1, 5, 88)
     copier.end_step()
     compute(device, memory, 2, 6, 99)  # of the step that is being launched
-    copier.gather_layers(memory.layout, 0, 2, ids(4, 5), staging.region, 0, 2 * PAGE)
+    copier.gather_layers(memory.layout, 0, 2, ids(4, 5), Values(staging.region, 0, 2 * PAGE))
     assert (staging.bytes[:PAGE] == 77).all()
     assert (staging.bytes[3 * PAGE : 4 * PAGE] == 88).all()
     assert device.compute.num_done == 2

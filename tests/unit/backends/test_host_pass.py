@@ -12,7 +12,13 @@ import numpy as np
 import pytest
 
 from vllm_ascend_pd.backends import host_pass
-from vllm_ascend_pd.backends.block_copy import BlockCopier, NativeBlockCopier, PageLayout, Region
+from vllm_ascend_pd.backends.block_copy import (
+    BlockCopier,
+    NativeBlockCopier,
+    PageLayout,
+    Region,
+    Values,
+)
 from vllm_ascend_pd.backends.host_pass import HostPass
 from vllm_ascend_pd.backends.python_copy import PythonBlockCopier
 
@@ -97,10 +103,11 @@ def test_layers_and_their_sums_are_those_of_one_thread(
     offsets = np.arange(3, dtype=np.int64) * page * num_blocks
     layout = PageLayout.packed(source.region, offsets, page)
     sums = make_pass(copier, num_threads).copy_layers(
-        layout, start, stop, num_blocks, target.region, 8, stride
+        layout, start, stop, num_blocks, Values(target.region, 8, stride)
     )
     blocks = np.arange(num_blocks, dtype=np.int64)
-    by_one = copier.gather_layers(layout, start, stop, blocks, expected.region, 8, stride)
+    values = Values(expected.region, 8, stride)
+    by_one = copier.gather_layers(layout, start, stop, blocks, values)
     np.testing.assert_array_equal(sums, by_one)
     np.testing.assert_array_equal(target.bytes, expected.bytes)
 
