@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from aiohttp import web
@@ -80,6 +80,10 @@ def error_response(
         content_type="application/json",
         headers=headers,
     )
+
+
+def json_response(value: Any) -> web.Response:
+    return web.Response(body=_encoder.encode(value), content_type="application/json")
 
 
 def not_admitted(trace: Trace, why: Unavailable | TooMany) -> web.Response:

@@ -8,7 +8,6 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd import __version__, registration
@@ -17,7 +16,7 @@ from vllm_ascend_pd.private_file import read_token
 from vllm_ascend_pd.resume import ResumeKey
 from vllm_ascend_pd.router.access_log import AccessLog
 from vllm_ascend_pd.router.admission import Admission
-from vllm_ascend_pd.router.answers import error_response, not_admitted
+from vllm_ascend_pd.router.answers import error_response, json_response, not_admitted
 from vllm_ascend_pd.router.apis import APIS, BATCH
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.background import Background
@@ -308,7 +307,7 @@ class Router:
             found = self.selector.decode(Routed())
             message = found.message if isinstance(found, Unavailable) else "no model is known yet"
             return error_response(503, "service_unavailable", message, headers={"Retry-After": "1"})
-        return _json({"object": "list", "data": list(entries.values())})
+        return json_response({"object": "list", "data": list(entries.values())})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         snapshot = await self._snapshot()
@@ -317,26 +316,26 @@ class Router:
         return web.Response(body=exposed, headers={"Content-Type": METRICS_TYPE})
 
     async def _version(self, request: web.Request) -> web.Response:
-        return _json({"version": __version__})
+        return json_response({"version": __version__})
 
     async def _page(self, request: web.Request) -> web.Response:
         return page()
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return _json(document())
+        return json_response(document())
 
     async def _status(self, request: web.Request) -> web.Response:
         if not self._is_authorized(request):
             return error_response(401, "unauthorized", "a valid API key is needed")
-        return _json(status(await self._snapshot(), self.config))
+        return json_response(status(await self._snapshot(), self.config))
 
     async def _instances(self, request: web.Request) -> web.Response:
         if not self._is_authorized(request):
             return error_response(401, "unauthorized", "a valid API key is needed")
-        return _json(instances(await self._snapshot()))
+        return json_response(instances(await self._snapshot()))
 
     async def _registered(self, request: web.Request) -> web.Response:
-        return self.registered.refuse(request) or _json(instances(await self._snapshot()))
+        return self.registered.refuse(request) or json_response(instances(await self._snapshot()))
 
     # Parts.
 
@@ -428,7 +427,3 @@ def _make_plan(config: RouterConfig) -> PlannedRoles | None:
 def _resume_key(config: RouterConfig) -> ResumeKey:
     path = config.secret_file
     return ResumeKey(Secret.load(str(path), "--secret-file") if path else None)
-
-
-def _json(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 import re
 import secrets
+from typing import TypeVar
 
+import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.router.answers import HOP_BY_HOP
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 
+T = TypeVar("T")
 REQUEST_ID = b"x-request-id"
 SESSION_HEADERS = ("x-session-id", "x-user-id")
+ORDER_TIMEOUT_S = 5.0
+"""For the body of an order, or of a registration."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _NOT_FORWARDED = HOP_BY_HOP | {
@@ -88,3 +93,13 @@ async def read_body(request: web.Request, timeout_s: float) -> bytes:
         raise BodyError(408, f"the body did not come within {timeout_s:g} s") from e
     except web.RequestPayloadError as e:
         raise BodyError(400, f"the body is broken: {e}") from e
+
+
+async def read_order(request: web.Request, kind: type[T], fix: str) -> T:
+    """What an operator orders, as JSON: nothing is an empty object. ``BodyError`` says what to
+    give."""
+    body = await read_body(request, ORDER_TIMEOUT_S)
+    try:
+        return msgspec.json.decode(body or b"{}", type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise BodyError(400, f"give {fix}: {e}") from e

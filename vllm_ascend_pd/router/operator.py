@@ -5,23 +5,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Protocol
-
-import msgspec
-from aiohttp import web
+from typing import TYPE_CHECKING, Protocol
 
 from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RequestStatus
-from vllm_ascend_pd.router.answers import error_response
-from vllm_ascend_pd.router.incoming import BodyError, read_body
+from vllm_ascend_pd.router.answers import error_response, json_response
+from vllm_ascend_pd.router.incoming import BodyError, read_order
 from vllm_ascend_pd.router.move_states import MoveState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from aiohttp import web
+
     from vllm_ascend_pd.router.instances import Registry
     from vllm_ascend_pd.router.moves import Answering, Move, Moves
 
-BODY_TIMEOUT_S = 5.0
 OPERATOR = "operator"
 """The reason of a move that was asked for."""
 
@@ -94,18 +92,15 @@ class OperatorRoutes:
         app.router.add_post(REQUESTS + "/{request_id:.+}/move", self._move)
 
     async def _list(self, request: web.Request) -> web.Response:
-        return self._refuse(request) or _json(await self._requests.requests())
+        return self._refuse(request) or json_response(await self._requests.requests())
 
     async def _move(self, request: web.Request) -> web.Response:
         if refused := self._refuse(request):
             return refused
         try:
-            body = await read_body(request, BODY_TIMEOUT_S)
-            order = msgspec.json.decode(body or b"{}", type=MoveOrder)
+            order = await read_order(request, MoveOrder, '{"to": "INSTANCE"} or nothing')
         except BodyError as e:
             return error_response(e.status, "bad_order", str(e))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-            return error_response(400, "bad_order", f'give {{"to": "INSTANCE"}} or nothing: {e}')
         if order.to is not None and self._registry.get(order.to) is None:
             known = ", ".join(sorted(one.instance_id for one in self._registry))
             message = f"no instance {order.to!r}; there are {known}"
@@ -121,7 +116,7 @@ class OperatorRoutes:
         if not reports:
             message = f"no request {request_id!r} is answered by an engine now: see {REQUESTS}"
             return error_response(404, "not_found", message)
-        return _json(reports)
+        return json_response(reports)
 
 
 def _status(one: Answering) -> RequestStatus:
@@ -136,7 +131,3 @@ def _status(one: Answering) -> RequestStatus:
         stays=one.obstacle(),
         moves_to=move.target.instance_id if move is not None and move.target is not None else None,
     )
-
-
-def _json(value: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

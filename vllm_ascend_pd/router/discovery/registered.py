@@ -14,9 +14,9 @@ from aiohttp import web
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.breaker import BreakerState
-from vllm_ascend_pd.router.answers import error_response
+from vllm_ascend_pd.router.answers import error_response, json_response
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
-from vllm_ascend_pd.router.incoming import BodyError, read_body
+from vllm_ascend_pd.router.incoming import ORDER_TIMEOUT_S, BodyError, read_body, read_order
 from vllm_ascend_pd.router.instances import InstanceSpec, Word
 from vllm_ascend_pd.router.roles import role_obstacle
 
@@ -33,7 +33,6 @@ SOURCE = "registered"
 MAX_INSTANCES = 1024
 MAX_WORDS = 4 * MAX_INSTANCES
 """Of an operator, of instances that are there and of those that are gone."""
-BODY_TIMEOUT_S = 5.0
 STOPPED_S = registration.TTL_S - 2 * registration.HEARTBEAT_S
 """A router that looks so late was stopped itself meanwhile, and heard nobody."""
 _FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Real-IP")
@@ -138,10 +137,10 @@ class RegisteredDiscovery:
     def add_routes(self, app: web.Application) -> None:
         one = registration.PATH + "/{instance_id}"
         app.router.add_put(one, self._put)
-        app.router.add_delete(one, self._delete)
-        app.router.add_put(one + "/drain", self._drain)
-        app.router.add_delete(one + "/drain", self._undo_drain)
-        app.router.add_put(one + "/role", self._role)
+        app.router.add_delete(one, self._of_an_operator(self._delete))
+        app.router.add_put(one + "/drain", self._of_an_operator(self._drain))
+        app.router.add_delete(one + "/drain", self._of_an_operator(self._undo_drain))
+        app.router.add_put(one + "/role", self._of_an_operator(self._role))
 
     def refresh_secrets(self) -> None:
         if self._token is not None:
@@ -153,7 +152,7 @@ class RegisteredDiscovery:
         instance_id = request.match_info["instance_id"]
         try:
             registration.check_instance_id(instance_id)
-            body = await read_body(request, BODY_TIMEOUT_S)
+            body = await read_body(request, ORDER_TIMEOUT_S)
             if len(body) > registration.MAX_BODY_BYTES:
                 raise ConfigError(f"a registration of {len(body)} bytes is too long")
             described = registration.decode(body)
@@ -182,27 +181,15 @@ class RegisteredDiscovery:
             return error_response(429, "too_many_instances", message, headers=after)
         spec = InstanceSpec.of(described, instance_id, SOURCE, described.epoch)
         await self._heartbeats.beat(spec)
-        answer = msgspec.json.encode(registration.Registered())
-        return web.Response(body=answer, content_type="application/json")
+        return json_response(registration.Registered())
 
-    async def _delete(self, request: web.Request) -> web.Response:
-        instance_id = self._named(request)
-        if isinstance(instance_id, web.Response):
-            return instance_id
+    async def _delete(self, request: web.Request, instance_id: str) -> web.Response:
         await self._heartbeats.leave(instance_id, request.query.get("epoch"))
         return web.Response(status=204)
 
-    async def _drain(self, request: web.Request) -> web.Response:
-        instance_id = self._named(request)
-        if isinstance(instance_id, web.Response):
-            return instance_id
-        try:
-            body = await read_body(request, BODY_TIMEOUT_S)
-            seconds = msgspec.json.decode(body or b"{}", type=registration.DrainOrder).seconds
-        except BodyError as e:
-            return error_response(e.status, "bad_order", str(e))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-            return error_response(400, "bad_order", f'give {{"seconds": 30}} or nothing: {e}')
+    async def _drain(self, request: web.Request, instance_id: str) -> web.Response:
+        order = await read_order(request, registration.DrainOrder, '{"seconds": 30} or nothing')
+        seconds = order.seconds
         if seconds is not None and self._is_drained_for_good(instance_id):
             return web.Response(status=204)
         until = None if seconds is None else time.monotonic() + seconds
@@ -214,24 +201,12 @@ class RegisteredDiscovery:
         is_its = known is not None and known.spec.epoch == word.epoch
         return is_its and word.drained and word.until is None
 
-    async def _undo_drain(self, request: web.Request) -> web.Response:
-        instance_id = self._named(request)
-        if isinstance(instance_id, web.Response):
-            return instance_id
+    async def _undo_drain(self, request: web.Request, instance_id: str) -> web.Response:
         return await self._say(instance_id, drained=False)
 
-    async def _role(self, request: web.Request) -> web.Response:
-        instance_id = self._named(request)
-        if isinstance(instance_id, web.Response):
-            return instance_id
-        try:
-            body = await read_body(request, BODY_TIMEOUT_S)
-            role = msgspec.json.decode(body, type=registration.RoleOrder).role
-        except BodyError as e:
-            return error_response(e.status, "bad_order", str(e))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
-            message = f'give {{"role": "prefill"}}, "decode" or "both": {e}'
-            return error_response(400, "bad_order", message)
+    async def _role(self, request: web.Request, instance_id: str) -> web.Response:
+        fix = '{"role": "prefill"}, "decode" or "both"'
+        role = (await read_order(request, registration.RoleOrder, fix)).role
         known = self._registry.get(instance_id)
         if known is not None and (why := role_obstacle(self._registry, known, role)):
             return error_response(409, "conflict", why)
@@ -250,16 +225,25 @@ class RegisteredDiscovery:
         await self._heartbeats.say(instance_id, word)
         return web.Response(status=204)
 
-    def _named(self, request: web.Request) -> str | web.Response:
-        """The instance that an accepted request names."""
-        if refused := self.refuse(request):
-            return refused
-        instance_id = request.match_info["instance_id"]
-        try:
-            registration.check_instance_id(instance_id)
-        except ConfigError as e:
-            return error_response(400, "bad_registration", str(e))
-        return instance_id
+    def _of_an_operator(
+        self, obey: Callable[[web.Request, str], Awaitable[web.Response]]
+    ) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """A handler, of requests that are accepted and name an instance."""
+
+        async def handle(request: web.Request) -> web.Response:
+            if refused := self.refuse(request):
+                return refused
+            instance_id = request.match_info["instance_id"]
+            try:
+                registration.check_instance_id(instance_id)
+            except ConfigError as e:
+                return error_response(400, "bad_registration", str(e))
+            try:
+                return await obey(request, instance_id)
+            except BodyError as e:
+                return error_response(e.status, "bad_order", str(e))
+
+        return handle
 
     def refuse(self, request: web.Request) -> web.Response | None:
         """The answer to somebody who is no engine of ours."""
