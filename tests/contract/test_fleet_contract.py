@@ -21,6 +21,7 @@ import pytest
 import ray
 
 from tests.raylets import Raylets, raylets
+from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.scaling import ray_fleet
 from vllm_ascend_pd.cluster.scaling.fleet import Fleet, Member, Phase
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder
@@ -124,8 +125,7 @@ class RaySubject(Subject):
             log_dir=str(self.folder / "logs"),
             secrets={str(self.folder / f".{name}"): "secret"},
             startup_s=60,
-            log_max_bytes=1 << 20,
-            num_old_logs=1,
+            rotation=Rotation(1 << 20, 1),
             needs_patches=False,
         )
 

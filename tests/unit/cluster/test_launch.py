@@ -110,7 +110,7 @@ def test_log_of_an_engine_on_ray_is_rotated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours, keepers = os.pipe()
-    order = KeeperOrder("talks", TALKS, {}, ASKED, str(tmp_path), {}, 60, 1000, 1, False)
+    order = KeeperOrder("talks", TALKS, {}, ASKED, str(tmp_path), {}, 60, Rotation(1000, 1), False)
 
     async def test() -> None:
         keeping = asyncio.create_task(keep(order))

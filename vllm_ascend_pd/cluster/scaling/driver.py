@@ -16,14 +16,14 @@ import contextlib
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd.cluster.operator import RouterOperator
-from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder
-from vllm_ascend_pd.cluster.scaling.orders import Node, Shared, order_engine
+from vllm_ascend_pd.cluster.scaling.orders import Shared, order_engine
 from vllm_ascend_pd.cluster.scaling.ray_fleet import RayFleet, connect
 from vllm_ascend_pd.cluster.scaling.reconciler import Reconciler
 from vllm_ascend_pd.cluster.up_socket import Scaling
@@ -45,28 +45,6 @@ class DriverSpec(msgspec.Struct, frozen=True):
     """``security.secret_file`` and ``router.token_file`` of this host, which no node has."""
     token_file: str | None
     """What the router asks of an operator."""
-    startup_s: float
-    log_max_bytes: int
-    num_old_logs: int
-
-
-def order_keeper(
-    spec: DriverSpec, shared: Shared, name: str, node: Node, place: int
-) -> KeeperOrder:
-    """``shared`` has the secrets."""
-    made = order_engine(shared, name, node, place)
-    command = made.command
-    return KeeperOrder(
-        name=name,
-        argv=command.argv,
-        env=command.env,
-        health_url=command.asked,
-        log_dir=shared.log_dir,
-        secrets=made.secrets,
-        startup_s=spec.startup_s,
-        log_max_bytes=spec.log_max_bytes,
-        num_old_logs=spec.num_old_logs,
-    )
 
 
 async def drive(spec: DriverSpec) -> None:
@@ -77,9 +55,7 @@ async def drive(spec: DriverSpec) -> None:
     scaling, stop = Scaling(Path(spec.target_file), ""), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    fleet = RayFleet(
-        shared.resources, lambda name, node, place: order_keeper(spec, shared, name, node, place)
-    )
+    fleet = RayFleet(shared.resources, partial(order_engine, shared))
     async with RouterOperator(shared.router_url, token) as router:
         reconciler = Reconciler(fleet, router, scaling.target(), time.monotonic, say)
         runner = await _tell(reconciler, spec.status_port)

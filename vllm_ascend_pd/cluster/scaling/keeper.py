@@ -42,9 +42,12 @@ class KeeperOrder(msgspec.Struct, frozen=True):
     secrets: dict[str, str]
     """By path; files of mode 0600, which are there as long as the engine."""
     startup_s: float
-    log_max_bytes: int
-    num_old_logs: int
+    rotation: Rotation
     needs_patches: bool = True
+
+    def __repr__(self) -> str:
+        """Without its secrets."""
+        return f"KeeperOrder({self.name!r})"
 
 
 class KeeperReport(msgspec.Struct, frozen=True):
@@ -90,8 +93,7 @@ async def keep(order: KeeperOrder) -> str:
     (child,) = supervisor.children
     assert child.log is not None
     loop.add_reader(stdin, read)
-    rotation = Rotation(order.log_max_bytes, order.num_old_logs)
-    rotating = asyncio.create_task(rotation.keep([child.log]))
+    rotating = asyncio.create_task(order.rotation.keep([child.log]))
     try:
         if order.needs_patches:
             await refuse_unpatched_engine()

@@ -102,6 +102,8 @@ def _driver_spec(
         router_url=deployment.router_url,
         log_dir=folder,
         master=master,
+        startup_s=manner.patience.startup_s,
+        rotation=manner.rotation,
     )
     return DriverSpec(
         address=asked.address,
@@ -110,7 +112,4 @@ def _driver_spec(
         status_port=int(scaling.url.rpartition(":")[2]),
         secret_files=made,
         token_file=str(manner.token_file) if manner.token_file else None,
-        startup_s=manner.patience.startup_s,
-        log_max_bytes=manner.rotation.max_bytes,
-        num_old_logs=manner.rotation.num_old,
     )

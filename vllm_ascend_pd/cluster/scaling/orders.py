@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from vllm_ascend_pd.cluster.commands import Command, Programs, joining_engine
+from vllm_ascend_pd.cluster.commands import Programs, joining_engine
+from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, num_devices, num_ranks
+from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder
 from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology, render_args
 from vllm_ascend_pd.config import ANYWHERE
 from vllm_ascend_pd.errors import ConfigError
@@ -49,6 +51,8 @@ class Shared(msgspec.Struct, frozen=True):
     master: str | None = None
     secrets: dict[str, str] = {}
     """``security.secret_file``, ``router.token_file``: what the file holds that its node gets."""
+    startup_s: float = 1800.0
+    rotation: Rotation = Rotation()
 
     @property
     def num_devices(self) -> int:
@@ -67,17 +71,6 @@ class Shared(msgspec.Struct, frozen=True):
         if self.device != "cpu":
             asked[RESOURCES[self.device]] = float(self.num_devices)
         return asked
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOrder:
-    """What a node is told to run."""
-
-    name: str
-    command: Command = field(repr=False)
-    log_dir: str
-    secrets: dict[str, str] = field(repr=False)
-    """By path, to be written for the engine alone."""
 
 
 def refuse_what_a_cluster_decides(topology: Topology) -> None:
@@ -105,7 +98,7 @@ def refuse_what_a_cluster_decides(topology: Topology) -> None:
             )
 
 
-def order_engine(shared: Shared, name: str, node: Node, place: int) -> EngineOrder:
+def order_engine(shared: Shared, name: str, node: Node, place: int) -> KeeperOrder:
     """``place`` is one of ``node.num_places`` that nobody else has."""
     engine = PlacedEngine(
         name=name,
@@ -133,7 +126,16 @@ def order_engine(shared: Shared, name: str, node: Node, place: int) -> EngineOrd
     command = joining_engine(
         engine, topology, shared.device, shared.router_url, shared.master, node.programs
     )
-    return EngineOrder(name, command, shared.log_dir, files)
+    return KeeperOrder(
+        name=name,
+        argv=command.argv,
+        env=command.env,
+        health_url=command.asked,
+        log_dir=shared.log_dir,
+        secrets=files,
+        startup_s=shared.startup_s,
+        rotation=shared.rotation,
+    )
 
 
 def _on_node(shared: Shared, name: str, address: str) -> tuple[dict[str, object], dict[str, str]]:

@@ -57,7 +57,7 @@ def driven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StoppingFleet:
     router = f"http://127.0.0.1:{ports('127.0.0.1')}"
     shared = Shared(parse({"model": "m"}), "cpu", 1, router, str(tmp_path))
     port = ports("127.0.0.1")
-    asyncio.run(drive(DriverSpec("auto", shared, str(target_file), port, {}, None, 60, 1 << 20, 1)))
+    asyncio.run(drive(DriverSpec("auto", shared, str(target_file), port, {}, None)))
     return fleet
 
 

@@ -17,8 +17,9 @@ from vllm_ascend_pd.cluster.commands import Programs
 from vllm_ascend_pd.cluster.launch import Manner, with_secrets
 from vllm_ascend_pd.cluster.machine import Machine
 from vllm_ascend_pd.cluster.scaling import on_ray, ray_fleet
-from vllm_ascend_pd.cluster.scaling.driver import DriverSpec, order_keeper
-from vllm_ascend_pd.cluster.scaling.orders import EngineOrder, Node, Shared, order_engine
+from vllm_ascend_pd.cluster.scaling.driver import DriverSpec
+from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder
+from vllm_ascend_pd.cluster.scaling.orders import Node, Shared, order_engine
 from vllm_ascend_pd.cluster.scaling.ray_fleet import Cluster
 from vllm_ascend_pd.cluster.scaling.target import Ratio, Target
 from vllm_ascend_pd.cluster.topology import parse
@@ -46,8 +47,8 @@ def option(argv: tuple[str, ...], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
-def transfer_config(made: EngineOrder) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(option(made.command.argv, "--kv-transfer-config"))
+def transfer_config(made: KeeperOrder) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(option(made.argv, "--kv-transfer-config"))
     return config
 
 
@@ -58,17 +59,17 @@ def test_an_engine_can_have_either_role_and_registers_with_the_router() -> None:
         *("kv_both", "engine-3", "10.0.0.2"),
     )
     assert config["kv_port"] == 9001
-    assert made.command.env["VLLM_PORT"] == "9002"
+    assert made.env["VLLM_PORT"] == "9002"
     assert config["kv_connector_extra_config"]["router"] == {
         "url": ROUTER,
         "http_url": "http://10.0.0.2:9000",
         "instance_id": "engine-3",
     }
-    assert made.command.url == "http://10.0.0.2:9000"
+    assert made.health_url == "http://10.0.0.2:9000/health"
 
 
 def test_engines_of_a_cpu_host_have_their_parts_of_it() -> None:
-    parts = [order_engine(shared(), f"engine-{n}", node(), n).command.argv for n in range(4)]
+    parts = [order_engine(shared(), f"engine-{n}", node(), n).argv for n in range(4)]
     assert [option(argv, "-c") for argv in parts] == ["0,1", "2,3", "4,5", "6,7"]
     assert {option(argv, "--kv-cache-memory-bytes") for argv in parts} == {str(8 * GIB)}
     assert parts[0][3] == "/there/vllm"
@@ -80,7 +81,7 @@ def test_an_engine_uses_the_accelerators_that_it_was_given() -> None:
     for_gpus = shared(topology, device="cuda")
     assert for_gpus.resources == {"CPU": 2, "GPU": 2}
     made = order_engine(for_gpus, "engine-0", there, place=0)
-    assert made.command.env["CUDA_VISIBLE_DEVICES"] == "3,5"
+    assert made.env["CUDA_VISIBLE_DEVICES"] == "3,5"
     assert shared(topology, device="npu").resources == {"CPU": 2, "NPU": 2}
     assert shared(topology).resources == {"CPU": 2}
 
@@ -96,7 +97,7 @@ def test_a_node_gets_the_secrets_as_files_for_its_engine_alone() -> None:
     }
     assert extra["router"]["token_file"] == "/logs/.engine-1-token"
     assert not any(secret in repr(made) for secret in secrets.values())
-    assert not any(secret in " ".join(made.command.argv) for secret in secrets.values())
+    assert not any(secret in " ".join(made.argv) for secret in secrets.values())
 
 
 def test_an_engine_uses_the_pools_files_of_the_one_whose_place_it_takes() -> None:
@@ -148,7 +149,7 @@ def test_beside_the_router_runs_a_driver_that_knows_all(tmp_path: Path) -> None:
     }
     assert manner.scaling is not None
     assert manner.scaling.target() == ASKED.target
-    made = order_keeper(spec, spec.shared, "engine-0", node(machine=GPU, num_places=1), 0)
+    made = order_engine(spec.shared, "engine-0", node(machine=GPU, num_places=1), 0)
     assert made.health_url == "http://10.0.0.2:9000/health"
 
 

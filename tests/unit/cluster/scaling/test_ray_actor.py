@@ -46,4 +46,4 @@ def test_accelerators_are_named_as_ray_names_them(
     router = "http://10.0.0.1:8000"
     shared = Shared(topology=topology, device="cuda", cores=1, router_url=router, log_dir="/logs")
     made = order_engine(shared, "engine-0", node, place=0)
-    assert made.command.env["CUDA_VISIBLE_DEVICES"] == ",".join(ids)
+    assert made.env["CUDA_VISIBLE_DEVICES"] == ",".join(ids)
