@@ -23,7 +23,7 @@ from tests.router.moving import Client, move
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import Role
-from vllm_ascend_pd.router.config import Queueing, RouterConfig, Skipping, Timeouts
+from vllm_ascend_pd.router.config import Queueing, RouterConfig, Timeouts
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec
 from vllm_ascend_pd.router.policies.base import Routed
@@ -226,7 +226,7 @@ def test_prefill_engine_has_room_again_when_its_part_is_done() -> None:
 
 def test_prefill_engine_has_room_while_decode_engines_compute_prompts() -> None:
     async def test() -> None:
-        config = replace(FAST, skipping=Skipping("always"))
+        config = replace(FAST, skip="always")
         async with deployed(1, 2, limited(config=config)) as d:
             both = [await busy(d) for _ in range(2)]
             (prefill,) = d.router.registry.prefills

@@ -12,7 +12,6 @@ import pytest
 from tests.router.harness import FAST, deployed, events, run
 from tests.router.scripted_answers import Answer
 from tests.router.scripted_engine import Received, ScriptedEngine
-from vllm_ascend_pd.router.config import Skipping
 
 BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 
@@ -122,7 +121,7 @@ def test_order_can_be_forced_to_prefill_first() -> None:
 @pytest.mark.parametrize("skip", ["never", "always"])
 def test_client_chooses_no_peer(smuggled: dict[str, Any], skip: Any) -> None:
     async def test() -> None:
-        async with deployed(config=replace(FAST, skipping=Skipping(skip))) as d:
+        async with deployed(config=replace(FAST, skip=skip)) as d:
             status, _, _ = await d.post(**smuggled)
             assert status == 200
             for engine in (*d.prefills, *d.decodes):
@@ -159,7 +158,7 @@ def test_several_prompts_go_to_the_decode_engine_alone() -> None:
 
 def test_short_prompts_skip_prefill() -> None:
     async def test() -> None:
-        async with deployed(config=replace(FAST, skipping=Skipping(100))) as d:
+        async with deployed(config=replace(FAST, skip=100)) as d:
             await d.post(prompt=list(range(99)))
             await d.post(prompt=list(range(100)))
             assert len(d.prefills[0].received) == 1
@@ -197,7 +196,7 @@ def test_measured_break_even_converges() -> None:
 @pytest.mark.parametrize("mode", ["held", "never", 10])
 def test_forced_skipping_measures_nothing(mode: Any) -> None:
     async def test() -> None:
-        async with deployed(config=replace(FAST, skipping=Skipping(mode))) as d:
+        async with deployed(config=replace(FAST, skip=mode)) as d:
             d.decodes[0].load_s = 0.002
             for _ in range(30):
                 await d.post(prompt=[1] * 10, max_tokens=1, stream=True)

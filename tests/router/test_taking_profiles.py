@@ -14,7 +14,6 @@ from tests.router.harness import FAST, deployed, run
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.planner.measure import MOST_STEPS, NUM_STEPS, EngineLimits, Grid, take_profile
-from vllm_ascend_pd.router.config import Skipping
 
 CACHE = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
 GRID = Grid(
@@ -25,7 +24,7 @@ GRID = Grid(
     rounds=1,
     token_ids=(300, 400),
 )
-NEVER_SKIPS = replace(FAST, skipping=Skipping("never"))
+NEVER_SKIPS = replace(FAST, skip="never")
 
 
 async def taken(url: str, grid: Grid = GRID) -> Any:

@@ -355,7 +355,7 @@ def router(
         ),
         limits=router_config.Limits(body_bytes=max_body_mb << 20),
         tls=router_config.TLS(tls_certificate, tls_key, engine_ca),
-        skipping=router_config.Skipping(router_config.skip_mode(skip_prefill)),
+        skip=router_config.skip_mode(skip_prefill),
     )
     router_config.set_up_logging(config)
     if workers > 1:

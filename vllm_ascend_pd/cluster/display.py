@@ -16,7 +16,6 @@ from vllm_ascend_pd.processes.child import Child, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import TracebackType
 
 _STYLES = {
     State.WAITING: "dim",
@@ -46,12 +45,7 @@ class Display:
                 self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._is_live:
             self.refresh()
             with self._if_it_can_be_shown():

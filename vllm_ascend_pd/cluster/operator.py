@@ -18,7 +18,6 @@ from vllm_ascend_pd.registration import DrainOrder, InstanceStatus, Role, RoleOr
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from types import TracebackType
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
@@ -48,12 +47,7 @@ class RouterOperator:
         self._session = aiohttp.ClientSession(headers=headers)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         assert self._session is not None
         await self._session.close()
 

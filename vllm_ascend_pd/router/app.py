@@ -113,7 +113,7 @@ class Router:
         self.registry = Registry(
             self._make_instance, self._added, self._removed, self._listen_elsewhere
         )
-        self.skipper = Skipper(config.skipping)
+        self.skipper = Skipper(config.skip)
         self.policy = make_policy(config.policy)
         labels = Labels(frozenset(config.prefill_labels), frozenset(config.decode_labels))
         queueing = config.queueing.share(config.num_workers)

@@ -185,16 +185,6 @@ class Kubernetes:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipping:
-    """When D computes a prompt itself."""
-
-    mode: SkipMode = "auto"
-    """``held``: all but its last block is in D's prefix cache, as the policy ``prefix-aware``
-    knows. ``auto``: that, and prompts so short that D computes them sooner than P hands them
-    over, as measured. A number: the first, and prompts of fewer tokens."""
-
-
-@dataclass(frozen=True, slots=True)
 class Planning:
     """By what ``--roles auto`` decides: ``--profile``, ``--slo-ttft`` and ``--slo-itl``."""
 
@@ -254,7 +244,10 @@ class RouterConfig:
     limits: Limits = field(default_factory=Limits)
     cors: CORS = field(default_factory=CORS)
     tls: TLS = field(default_factory=TLS)
-    skipping: Skipping = field(default_factory=Skipping)
+    skip: SkipMode = "auto"
+    """When D computes a prompt itself. ``held``: all but its last block is in D's prefix cache, as
+    the policy ``prefix-aware`` knows. ``auto``: that, and prompts so short that D computes them
+    sooner than P hands them over, as measured. A number: the first, and prompts of fewer tokens."""
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:

@@ -97,7 +97,7 @@ class Generation:
         parse(CHAT, batch.body(0))  # what is wrong with those fields is told before any is sent
 
     async def _one(self, trace: Trace, body: Body) -> web.StreamResponse:
-        check_model(body.model, self.selector.decodes)
+        check_model(body.model, self.selector.registry.decodes)
         key = self.config.session_key
         routed = Routed(
             self.lengths.estimate(body.model, body.prompt),

@@ -55,9 +55,6 @@ class EngineConnection(asyncio.Protocol):
         if response.status == 0 and response.num_received > MAX_HEAD_BYTES:
             response.fail(Failure(FailureKind.PROTOCOL, f"head over {MAX_HEAD_BYTES} bytes"))
 
-    def eof_received(self) -> bool:
-        return False
-
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
         self._client.forget(self)

@@ -91,7 +91,7 @@ class Passthrough:
             raw, (model, *named) = parse_other(raw, "model", *([key] if key else []))
             session = session or next(iter(named), None)
         if raw:
-            check_model(model, self.selector.decodes)
+            check_model(model, self.selector.registry.decodes)
         routed = Routed(
             session=session,
             model=model,

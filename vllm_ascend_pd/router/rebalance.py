@@ -39,22 +39,14 @@ MAX_GAP_S = 1.0
 """Mean wait of moved requests' clients in the last minute, above which no more move."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Indices of the engines that are chosen."""
-
-    source: int
-    target: int
-
-
-def choose_pair(fullness: Sequence[float]) -> Choice | None:
-    """Of engines that can take requests of each other: how full each is, 0 to 1 and more where
-    requests wait."""
+def choose_pair(fullness: Sequence[float]) -> tuple[int, int] | None:
+    """Indices of source and target, of engines that can take requests of each other: how full each
+    is, 0 to 1 and more where requests wait."""
     source = max(range(len(fullness)), key=lambda i: (fullness[i], -i), default=0)
     target = min(range(len(fullness)), key=lambda i: (fullness[i], i), default=0)
     if source == target or fullness[source] <= FULL:
         return None
-    return Choice(source, target) if fullness[source] - fullness[target] > MIN_GAP else None
+    return (source, target) if fullness[source] - fullness[target] > MIN_GAP else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +128,18 @@ class Rebalancing:
         pair = choose_pair(fullness)
         if pair is None:
             return
-        source, target = engines[pair.source], engines[pair.target]
+        full, empty = pair
+        source, target = engines[full], engines[empty]
         there = [one for one in self.moves.running if one.instance is source]
         movable = [one for one in there if _may_move(one, now)]
-        per_token = fullness[pair.source] / (sum(one.num_tokens for one in there) or 1)
+        per_token = fullness[full] / (sum(one.num_tokens for one in there) or 1)
         latest = max((self._seen[one].since for one in there), default=now)
         candidates = [
             Candidate(one.num_tokens * per_token, one.importance, self._is_stalled(one, latest))
             for one in movable
         ]
         needed = _num_waiting_tokens(there) * per_token - (1 - source.load.kv_usage)
-        at = choose_request(fullness[pair.source], fullness[pair.target], candidates, needed)
+        at = choose_request(fullness[full], fullness[empty], candidates, needed)
         if at is not None:
             reason = PREEMPTED if candidates[at].is_stalled else REASON
             self.moves.start(movable[at], target, reason)

@@ -132,16 +132,12 @@ class Relay:
     background: Background
 
     async def serve(self, job: Job) -> web.StreamResponse:
-        """One request."""
+        """One request: attempts, until one answers or none is left."""
         retries = self.config.retries
         if retries.resume != "off":
             job.promise = promise(job.body, retries.resume, retries.tool_call_parser)
             if job.body.is_stream and job.promise.kind != "none":
                 job.shows_token_ids = ask_for_token_ids(job.body)
-        return await self._serve(job)
-
-    async def _serve(self, job: Job) -> web.StreamResponse:
-        """Attempts, until one answers or none is left."""
         trace = job.trace
         failed: LegFailed | None = None
         self.budget.request()
@@ -149,7 +145,7 @@ class Relay:
             with trace.stage("queue"):
                 admitted = await self.admission.admit(job.routed, again=failed is not None)
             if not isinstance(admitted, Admitted):
-                return self._give_up(job, failed) if failed else not_admitted(trace, admitted)
+                return _give_up(trace, failed) if failed else not_admitted(trace, admitted)
             with admitted:
                 if failed is not None:
                     self.metrics.add("retries", failed.failure.kind.value)
@@ -167,7 +163,7 @@ class Relay:
             trace.error = f"{result.instance.instance_id}: {result.failure}"
             job.routed.excluded.add(result.instance)
             if not self._goes_on(job, failed):
-                return self._give_up(job, failed)
+                return _give_up(trace, failed)
 
     def _goes_on(self, job: Job, failed: LegFailed) -> bool:
         """Whether there is one more attempt, and of which kind."""
@@ -374,9 +370,10 @@ class Relay:
         move = answering.broke(failure, leg)
         return Broken(events, leg.instance, failure, record, made_by, move)
 
-    def _give_up(self, job: Job, failed: LegFailed) -> web.Response:
-        """No further attempt; the last failure says why."""
-        return engine_failed(job.trace, failed.failure, f"a {failed.instance.spec.role} engine")
+
+def _give_up(trace: Trace, failed: LegFailed) -> web.Response:
+    """No further attempt; the last failure says why."""
+    return engine_failed(trace, failed.failure, f"a {failed.instance.spec.role} engine")
 
 
 async def _unless_lost(

@@ -73,11 +73,6 @@ class Selector:
     def __post_init__(self) -> None:
         self._rankings = Rankings(self.registry, self._admits)
 
-    @property
-    def decodes(self) -> Sequence[Instance]:
-        """All that decode for clients, available or not."""
-        return self.registry.decodes
-
     def choose(self, request: Routed) -> Pair | Unavailable | Full:
         """A pair, or one engine for all of it if there is no other, or if ``alone`` says why; the
         one that has the response which the request goes on from, if there is one."""
@@ -217,22 +212,16 @@ class Selector:
 
     def _usable(self, kind: Kind, request: Routed) -> list[Instance]:
         """Those that are used for it; those that could be, if there is none."""
-        can = self._available(self.serving(request.model), kind, request)
+        can = self._available(request.model, kind, request)
         # A name that nobody serves is the engine's to refuse; one that somebody serves is his.
         if not can and self.known(request.model) is None:
-            can = self._available(self.serving(None), kind, request)
+            can = self._available(None, kind, request)
         return [one for one in can if one.does(kind)] or can
 
-    def serving(self, model: str | None) -> Sequence[Instance]:
-        """All that serve it, as far as they told."""
-        return self.registry.serving(model).instances
-
-    def _available(
-        self, instances: Sequence[Instance], kind: Kind, request: Routed
-    ) -> list[Instance]:
-        labels = getattr(self.labels, kind)
+    def _available(self, model: str | None, kind: Kind, request: Routed) -> list[Instance]:
+        instances, labels = self.registry.serving(model).instances, getattr(self.labels, kind)
         if request.target is not None:
-            instances = [i for i in instances if i is request.target]
+            instances = tuple(i for i in instances if i is request.target)
         usable = [i for i in instances if i.spec.role in (kind, "both") and i.is_available]
         if request.excluded:
             usable = [i for i in usable if i not in request.excluded]

@@ -11,7 +11,7 @@ from vllm_ascend_pd.router.break_even import BreakEven
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.router.bodies import Body
-    from vllm_ascend_pd.router.config import Skipping
+    from vllm_ascend_pd.router.config import SkipMode
     from vllm_ascend_pd.router.policies.base import Pair, Routed
 
 logger = logging.getLogger(__name__)
@@ -24,8 +24,8 @@ _MEASURES = (None, "short_prompt", "measuring")
 class Skipper:
     """Event loop thread."""
 
-    def __init__(self, skipping: Skipping) -> None:
-        self._mode = skipping.mode
+    def __init__(self, mode: SkipMode) -> None:
+        self._mode = mode
         self._models: OrderedDict[str | None, BreakEven] = OrderedDict()
 
     def reason(self, body: Body, routed: Routed, pair: Pair) -> str | None:

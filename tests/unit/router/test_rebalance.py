@@ -35,14 +35,15 @@ def step(state: State) -> State | None:
     pair = choose_pair(fullness)
     if pair is None:
         return None
-    candidates = [Candidate(share) for share in state[pair.source]]
-    at = choose_request(fullness[pair.source], fullness[pair.target], candidates)
+    source, target = pair
+    candidates = [Candidate(share) for share in state[source]]
+    at = choose_request(fullness[source], fullness[target], candidates)
     if at is None:
         return None
-    moved = state[pair.source][at]
+    moved = state[source][at]
     after = [list(held) for held in state]
-    after[pair.source].pop(at)
-    after[pair.target].append(moved)
+    after[source].pop(at)
+    after[target].append(moved)
     return tuple(tuple(sorted(held)) for held in after)
 
 

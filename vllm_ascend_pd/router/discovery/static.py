@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import msgspec
@@ -117,8 +117,6 @@ def _backend(backend: Backend, config: RouterConfig) -> FileInstance:
 def decode_instances(raw: bytes, name: str) -> list[FileInstance]:
     """JSON; ``ConfigError`` names the wrong field."""
     try:
-        decoded: Any = msgspec.json.decode(raw, type=InstancesFile)
+        return msgspec.json.decode(raw, type=InstancesFile).instances
     except (msgspec.MsgspecError, UnicodeDecodeError) as e:
         raise ConfigError(f"{OPTION}: {name}: {e}") from e
-    instances: list[FileInstance] = decoded.instances
-    return instances
