@@ -13,7 +13,6 @@ import pytest
 from tests.router.harness import FAST, deployed, run
 from tests.router.scripted_answers import FORMS, Answer
 from tests.router.scripted_engine import Received, ScriptedEngine
-from vllm_ascend_pd.router.config import Limits
 
 CHAT = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -343,7 +342,7 @@ def test_batch_takes_no_more_memory_than_a_body(
     num_chats: int, num_common_bytes: int, status: int
 ) -> None:
     async def test() -> None:
-        async with deployed(config=replace(FAST, limits=Limits(body_bytes=1 << 20))) as d:
+        async with deployed(config=replace(FAST, max_body_bytes=1 << 20)) as d:
             body = batch(*["One"] * num_chats, user="x" * num_common_bytes)
             async with d.http.post(f"{d.url}/v1/chat/completions/batch", json=body) as response:
                 assert response.status == status, await response.text()

@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.router.harness import FAST, deployed, raw_exchange, run, until
-from vllm_ascend_pd.router.config import Limits, Retries
+from vllm_ascend_pd.router.config import Retries
+from vllm_ascend_pd.router.server import MAX_HEADER_BYTES
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
@@ -57,7 +58,7 @@ def test_body_that_no_engine_can_read_is_400(body: bytes, named: str) -> None:
 
 def test_large_body_is_413() -> None:
     async def test() -> None:
-        async with deployed(config=replace(FAST, limits=Limits(body_bytes=1000))) as d:
+        async with deployed(config=replace(FAST, max_body_bytes=1000)) as d:
             status, _, _ = await d.post(prompt="x" * 2000)
             assert status == 413
             assert not d.prefills[0].received
@@ -80,7 +81,7 @@ def test_header_of_a_mebibyte_is_refused() -> None:
 @pytest.mark.parametrize(
     "lines",
     [
-        b"X-Large: " + b"x" * 2 * Limits().header_bytes + b"\r\n",
+        b"X-Large: " + b"x" * 2 * MAX_HEADER_BYTES + b"\r\n",
         b"".join(b"X-%d: y\r\n" % i for i in range(1000)),
     ],
     ids=["long", "many"],

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.router.harness import FAST, Deployment, deployed, raw_exchange, run
-from vllm_ascend_pd.router.config import Limits
 from vllm_ascend_pd.router.front import BadTarget, engine_target
 
 
@@ -113,7 +112,7 @@ def test_engines_other_endpoints_are_404(path: str) -> None:
 
 def test_errors_are_json_as_openai_writes_them() -> None:
     async def test() -> None:
-        config = replace(FAST, limits=Limits(body_bytes=100))
+        config = replace(FAST, max_body_bytes=100)
         async with deployed(config=config) as d:
             asked = [
                 (b"GET /v1/completions/x HTTP/1.1", (), 200),

@@ -353,7 +353,7 @@ def router(
             _json_list(allowed_headers, "--allowed-headers"),
             allow_credentials,
         ),
-        limits=router_config.Limits(body_bytes=max_body_mb << 20),
+        max_body_bytes=max_body_mb << 20,
         tls=router_config.TLS(tls_certificate, tls_key, engine_ca),
         skip=router_config.skip_mode(skip_prefill),
     )

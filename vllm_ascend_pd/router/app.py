@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from aiohttp import web
 
@@ -23,12 +23,7 @@ from vllm_ascend_pd.router.background import Background
 from vllm_ascend_pd.router.bodies import BadRequest
 from vllm_ascend_pd.router.cors import CrossOrigin
 from vllm_ascend_pd.router.deadlines import LoopLag
-from vllm_ascend_pd.router.discovery.registered import (
-    Heartbeats,
-    RegisteredDiscovery,
-    Roster,
-    follow,
-)
+from vllm_ascend_pd.router.discovery.registered import RegisteredDiscovery, Roster, follow
 from vllm_ascend_pd.router.drains import Drains
 from vllm_ascend_pd.router.front import check_target
 from vllm_ascend_pd.router.generation import Generation
@@ -45,7 +40,7 @@ from vllm_ascend_pd.router.legs import Legs
 from vllm_ascend_pd.router.metrics import Metrics
 from vllm_ascend_pd.router.moves import Moves
 from vllm_ascend_pd.router.openapi import document
-from vllm_ascend_pd.router.operator import OperatorRoutes, OwnRequests, Requests
+from vllm_ascend_pd.router.operator import OperatorRoutes, OwnRequests
 from vllm_ascend_pd.router.page import instances, page, status
 from vllm_ascend_pd.router.passthrough import ENGINE_PATHS, Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
@@ -71,6 +66,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.instances import Words
     from vllm_ascend_pd.router.planned_roles import PlannedRoles
     from vllm_ascend_pd.router.snapshot import Snapshot
+    from vllm_ascend_pd.router.workers.worker import KeeperLink
 
 logger = logging.getLogger(__name__)
 
@@ -82,13 +78,6 @@ CLOSE_S = 1.0
 because of it."""
 
 
-class CommonState(Heartbeats, Requests, Protocol):
-    """What the workers of one router share."""
-
-    async def snapshot(self) -> Snapshot:
-        """What all of them counted."""
-
-
 class Router:
     """All parts of one router process. Event loop thread."""
 
@@ -96,7 +85,7 @@ class Router:
         self,
         config: RouterConfig,
         tracing: Tracing | None = None,
-        keeper: CommonState | None = None,
+        keeper: KeeperLink | None = None,
     ) -> None:
         """``keeper``: of all workers, if this is one of several."""
         self.config = config
@@ -200,7 +189,7 @@ class Router:
 
     def application(self) -> web.Application:
         app = web.Application(
-            client_max_size=self.config.limits.body_bytes,
+            client_max_size=self.config.max_body_bytes,
             middlewares=[check_target, self._answer_preflight],
         )
         app.on_response_prepare.append(self.cross_origin.prepare)

@@ -22,7 +22,7 @@ Order = Literal["auto", "prefill-first", "concurrent"]
 SKIP_MODES = ("auto", "held", "never", "always")
 SkipMode = Literal["auto", "held", "never", "always"] | int
 MAX_WORKERS = 256
-ORDERS = ("auto", "prefill-first", "concurrent")
+ORDERS: tuple[Order, ...] = get_args(Order)
 Roles = Literal["operator", "auto"]
 ROLES: tuple[Roles, ...] = get_args(Roles)
 Rebalance = Literal["off", "load"]
@@ -125,16 +125,6 @@ class Probes:
             raise ConfigError("probe interval, timeout and failure threshold must be positive")
         if not self.load_interval_s >= 0:
             raise ConfigError("--engine-stats-interval must not be negative")
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Of what a client may send."""
-
-    body_bytes: int = 64 << 20
-    header_bytes: int = 16 << 10
-    """Of one header line."""
-    num_headers: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +231,7 @@ class RouterConfig:
     retries: Retries = field(default_factory=Retries)
     queueing: Queueing = field(default_factory=Queueing)
     probes: Probes = field(default_factory=Probes)
-    limits: Limits = field(default_factory=Limits)
+    max_body_bytes: int = 64 << 20
     cors: CORS = field(default_factory=CORS)
     tls: TLS = field(default_factory=TLS)
     skip: SkipMode = "auto"

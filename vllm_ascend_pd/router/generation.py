@@ -86,7 +86,7 @@ class Generation:
 
     def _check_size(self, batch: Batch) -> None:
         """Chats in progress hold no more than one body may."""
-        num, most = len(batch.chats), self.config.limits.body_bytes
+        num, most = len(batch.chats), self.config.max_body_bytes
         if num > MAX_CHATS:
             raise BodyError(413, f"a batch of {num} chats; at most {MAX_CHATS} are accepted")
         if min(num, BATCH_AT_ONCE) * batch.num_common_bytes > most:

@@ -116,15 +116,18 @@ class Selector:
 
     def _admits(self, kind: Kind, instance: Instance) -> bool:
         """Whether a request for one of its models may be given to it now."""
-        spec, labels = instance.spec, getattr(self.labels, kind)
         return (
-            spec.role in (kind, "both")
-            and instance.num_admitted < self.max_requests
-            and instance.is_available
+            instance.num_admitted < self.max_requests
+            and self._may(kind, instance)
             and instance.does(kind)
-            and (not labels or spec.labels.get("model") in labels)
-            and self.registry.get(spec.instance_id) is instance
+            and self.registry.get(instance.instance_id) is instance
         )
+
+    def _may(self, kind: Kind, instance: Instance) -> bool:
+        """Whether it can do this, and gets requests."""
+        spec, labels = instance.spec, getattr(self.labels, kind)
+        can = spec.role in (kind, "both") and instance.is_available
+        return can and (not labels or spec.labels.get("model") in labels)
 
     def decode(self, request: Routed) -> Instance | Unavailable:
         """One engine, for what needs no room."""
@@ -219,15 +222,13 @@ class Selector:
         return [one for one in can if one.does(kind)] or can
 
     def _available(self, model: str | None, kind: Kind, request: Routed) -> list[Instance]:
-        instances, labels = self.registry.serving(model).instances, getattr(self.labels, kind)
-        if request.target is not None:
-            instances = tuple(i for i in instances if i is request.target)
-        usable = [i for i in instances if i.spec.role in (kind, "both") and i.is_available]
-        if request.excluded:
-            usable = [i for i in usable if i not in request.excluded]
-        if labels:
-            usable = [i for i in usable if i.spec.labels.get("model") in labels]
-        return usable
+        return [
+            one
+            for one in self.registry.serving(model).instances
+            if request.target in (None, one)
+            and one not in request.excluded
+            and self._may(kind, one)
+        ]
 
     def _no_pair(
         self, prefills: Sequence[Instance], decodes: Sequence[Instance], model: str | None

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BACKLOG = 4096
+MAX_HEADER_BYTES = 16 << 10
+"""Of one header line."""
+MAX_HEADERS = 128
 REFRESH_S = 1.0
 LINGER_S = 1.0
 """For the rest of a body that was refused, so that its client reads why; and for one more request
@@ -93,16 +96,15 @@ class RouterServer:
         self._has_files = True
 
     async def start(self, sock: socket.socket) -> None:
-        limits = self.config.limits
         runner = self._runner = Runner(
             self.router.application(),
             self.router.refused,
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=self.config.timeouts.head_s,
-            max_line_size=limits.header_bytes,
-            max_field_size=limits.header_bytes,
-            max_headers=limits.num_headers,
+            max_line_size=MAX_HEADER_BYTES,
+            max_field_size=MAX_HEADER_BYTES,
+            max_headers=MAX_HEADERS,
             shutdown_timeout=LINGER_S,
             lingering_time=LINGER_S,
         )

@@ -195,13 +195,13 @@ def test_a_worker_of_another_version_than_its_keeper_says_so(
     """One that is started again once the package has been replaced."""
 
     @dataclass(frozen=True, slots=True)
-    class OlderLimits:
-        body_bytes: int = 1
+    class OlderQueueing:
+        max_requests: int = 1
 
     packed = pack(FAST)
     assert unpack(packed) == FAST
     (tmp_path / CONFIG_FILE).write_bytes(packed)
-    monkeypatch.setattr(config_module, "Limits", OlderLimits)
+    monkeypatch.setattr(config_module, "Queueing", OlderQueueing)
     monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path), "0"])
     with pytest.raises(SystemExit, match=str(WRONG_CONFIG)):
         main()
