@@ -353,18 +353,16 @@ class Registry:
 
     def put(self, spec: InstanceSpec) -> None:
         """Add an instance, or change what is known of it; it may be another engine now."""
-        self._told[spec.instance_id] = spec
-        spec = self.word(spec.instance_id).applied_to(spec)
+        told, spec = spec, self.word(spec.instance_id).applied_to(spec)
         known = self._instances.get(spec.instance_id)
-        if known is not None:
-            if known.spec == spec:
-                return
-            if known.spec.engine == spec.engine:
-                self._update(known, spec)
-                return
-            told = self._told[spec.instance_id]
+        if known is not None and known.spec.engine != spec.engine:
             self.remove(spec.instance_id, "its url, rank or epoch changed")
-            self._told[spec.instance_id] = told
+            known = None
+        self._told[spec.instance_id] = told
+        if known is not None:
+            if known.spec != spec:
+                self._update(known, spec)
+            return
         instance = self.make(spec)
         beside = self._by_server.setdefault(instance.server, {})
         for other in beside:

@@ -44,7 +44,7 @@ def make_prompt(engine: Engine, num_tokens: int = NUM_PROMPT_TOKENS) -> list[int
     return [random.randrange(10, 250) for _ in range(min(num_tokens, room))]
 
 
-def make_body(model: str, prompt: list[int], max_tokens: int, **more: Any) -> dict[str, Any]:
+def make_body(model: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
     """A completion without chance in it."""
     return {
         "model": model,
@@ -52,7 +52,6 @@ def make_body(model: str, prompt: list[int], max_tokens: int, **more: Any) -> di
         "max_tokens": max_tokens,
         "temperature": 0,
         "ignore_eos": True,
-        **more,
     }
 
 

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from typing import TYPE_CHECKING
 
 import zmq
 import zmq.asyncio
 
+from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.prefix.index import Holders, IndexState, PrefixIndex
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class Subscriber:
             socket.setsockopt_string(zmq.SUBSCRIBE, events.topic)
             socket.connect(events.endpoint)
             if events.replay_endpoint is not None:
-                await self._replay_in_time(instance, events.replay_endpoint, index, 0)
+                await self._replay(instance, events.replay_endpoint, index, 0)
             logger.info("%s: listening to %s", instance.instance_id, events.endpoint)
             while not index.is_closed:  # a wait that ends while it is cancelled goes on
                 frames = await _message(socket)
@@ -85,19 +85,13 @@ class Subscriber:
                     continue
                 missing = index.first_missing(int.from_bytes(frames[1], "big"), frames[2])
                 if missing is not None and events.replay_endpoint is not None:
-                    await self._replay_in_time(instance, events.replay_endpoint, index, missing)
+                    await self._replay(instance, events.replay_endpoint, index, missing)
                 _receive(instance, index, frames[1], frames[2])
         except zmq.ZMQError as e:
             logger.warning("%s: no KV events: %s", instance.instance_id, e)
             index.forget(IndexState.FALLBACK)
         finally:
             socket.close(linger=0)
-
-    async def _replay_in_time(
-        self, instance: Instance, endpoint: str, index: PrefixIndex, first: int
-    ) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._replay(instance, endpoint, index, first), _REPLAY_IN_ALL_S)
 
     async def _replay(
         self, instance: Instance, endpoint: str, index: PrefixIndex, first: int
@@ -111,11 +105,14 @@ class Subscriber:
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
             socket.connect(endpoint)
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
-            while await socket.poll(int(_REPLAY_TIMEOUT_S * 1000)):
-                frames = await _message(socket)
-                if len(frames) != 4 or len(frames[2]) != 8 or frames[2] == _END_OF_REPLAY:
-                    break
-                _receive(instance, index, frames[2], frames[3])
+            async with timeout(_REPLAY_IN_ALL_S):
+                while await socket.poll(int(_REPLAY_TIMEOUT_S * 1000)):
+                    frames = await _message(socket)
+                    if len(frames) != 4 or len(frames[2]) != 8 or frames[2] == _END_OF_REPLAY:
+                        break
+                    _receive(instance, index, frames[2], frames[3])
+        except TIMED_OUT:
+            pass
         finally:
             socket.close(linger=0)
 
@@ -142,14 +139,10 @@ def _receive(instance: Instance, index: PrefixIndex, seq: bytes, payload: bytes)
         logger.exception("%s: an event was not understood", instance.instance_id)
         index.forget(IndexState.DEGRADED)
     if index.state is not was:
-        _say(instance, was, index.state)
-
-
-def _say(instance: Instance, was: IndexState, now: IndexState) -> None:
-    logger.log(
-        logging.INFO if now is IndexState.EXACT else logging.WARNING,
-        "%s: what is known of its prefix cache was %s and is %s",
-        instance.instance_id,
-        was.value,
-        now.value,
-    )
+        logger.log(
+            logging.INFO if index.state is IndexState.EXACT else logging.WARNING,
+            "%s: what is known of its prefix cache was %s and is %s",
+            instance.instance_id,
+            was.value,
+            index.state.value,
+        )
