@@ -136,22 +136,18 @@ class RegisteredDiscovery:
 
     def add_routes(self, app: web.Application) -> None:
         one = registration.PATH + "/{instance_id}"
-        app.router.add_put(one, self._put)
-        app.router.add_delete(one, self._of_an_operator(self._delete))
-        app.router.add_put(one + "/drain", self._of_an_operator(self._drain))
-        app.router.add_delete(one + "/drain", self._of_an_operator(self._undo_drain))
-        app.router.add_put(one + "/role", self._of_an_operator(self._role))
+        app.router.add_put(one, self._of_the_instance(self._put))
+        app.router.add_delete(one, self._of_the_instance(self._delete))
+        app.router.add_put(one + "/drain", self._of_the_instance(self._drain))
+        app.router.add_delete(one + "/drain", self._of_the_instance(self._undo_drain))
+        app.router.add_put(one + "/role", self._of_the_instance(self._role))
 
     def refresh_secrets(self) -> None:
         if self._token is not None:
             self._token.refresh()
 
-    async def _put(self, request: web.Request) -> web.Response:
-        if refused := self.refuse(request):
-            return refused
-        instance_id = request.match_info["instance_id"]
+    async def _put(self, request: web.Request, instance_id: str) -> web.Response:
         try:
-            registration.check_instance_id(instance_id)
             body = await read_body(request, ORDER_TIMEOUT_S)
             if len(body) > registration.MAX_BODY_BYTES:
                 raise ConfigError(f"a registration of {len(body)} bytes is too long")
@@ -225,10 +221,10 @@ class RegisteredDiscovery:
         await self._heartbeats.say(instance_id, word)
         return web.Response(status=204)
 
-    def _of_an_operator(
+    def _of_the_instance(
         self, obey: Callable[[web.Request, str], Awaitable[web.Response]]
     ) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """A handler, of requests that are accepted and name an instance."""
+        """A handler, of accepted requests that name an instance."""
 
         async def handle(request: web.Request) -> web.Response:
             if refused := self.refuse(request):
