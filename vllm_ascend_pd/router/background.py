@@ -85,19 +85,12 @@ async def _ask(
 ) -> bytes | FailureKind | None:
     """What the engine has of it if it has ended; ``None`` if it goes on, as far as is known."""
     target = f"/v1/responses/{response_id}".encode()
-    response = await instance.client.request(
-        b"GET", target, headers, b"", head_timeout_s=ANSWER_TIMEOUT_S, phase="background"
-    )
-    if isinstance(response, Failure):
-        return response.kind
-    try:
-        data = await response.read()
-    finally:
-        response.close()
-    if isinstance(data, Failure):
-        return data.kind
-    if response.status != 200:
-        return data if response.status < 500 else None
+    answer = await instance.client.fetch(b"GET", target, headers, b"", ANSWER_TIMEOUT_S)
+    if isinstance(answer, Failure):
+        return answer.kind
+    code, data = answer
+    if code != 200:
+        return data if code < 500 else None
     try:
         status = msgspec.json.decode(data, type=_Stored).status
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

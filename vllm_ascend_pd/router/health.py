@@ -220,21 +220,7 @@ class Prober:
         return told_lines(result[1])
 
     async def _get(self, client: EngineClient, target: bytes) -> tuple[int, bytes] | Failure:
-        response = await client.request(
-            b"GET",
-            target,
-            self._headers,
-            b"",
-            head_timeout_s=self._probes.timeout_s,
-            phase=target.decode(),
-        )
-        if isinstance(response, Failure):
-            return response
-        try:
-            body = await response.read()
-        finally:
-            response.close()
-        return body if isinstance(body, Failure) else (response.status, body)
+        return await client.fetch(b"GET", target, self._headers, b"", self._probes.timeout_s)
 
 
 def _is_needed(instance: Instance) -> bool:

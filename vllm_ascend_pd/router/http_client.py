@@ -118,6 +118,21 @@ class EngineClient:
             if not (reused and response.was_stale(failure)):
                 return failure
 
+    async def fetch(
+        self, method: bytes, target: bytes, headers: Headers, body: bytes, timeout_s: float
+    ) -> tuple[int, bytes] | Failure:
+        """Status and body of an answer that is small, both within this time."""
+        response = await self.request(
+            method, target, headers, body, head_timeout_s=timeout_s, phase=target.decode()
+        )
+        if isinstance(response, Failure):
+            return response
+        try:
+            data = await response.read()
+        finally:
+            response.close()
+        return data if isinstance(data, Failure) else (response.status, data)
+
     def _send(self, connection: EngineConnection, message: bytes) -> Response:
         response = Response(connection, asyncio.get_running_loop(), self._lag)
         connection.response = response

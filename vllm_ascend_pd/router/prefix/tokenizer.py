@@ -73,19 +73,11 @@ class Tokenizer:
         if (known := self._known.get(key)) is not None:
             self._known.move_to_end(key)
             return known
-        response = await instance.client.request(
-            b"POST", b"/tokenize", headers, asked, head_timeout_s=TIMEOUT_S, phase="/tokenize"
-        )
-        if isinstance(response, Failure):
+        answer = await instance.client.fetch(b"POST", b"/tokenize", headers, asked, TIMEOUT_S)
+        if isinstance(answer, Failure) or answer[0] != 200:
             return None
         try:
-            answer = await response.read()
-        finally:
-            response.close()
-        if isinstance(answer, Failure) or response.status != 200:
-            return None
-        try:
-            tokens = msgspec.json.decode(answer, type=_Tokenized).tokens
+            tokens = msgspec.json.decode(answer[1], type=_Tokenized).tokens
         except msgspec.MsgspecError:
             return None
         self._remember(key, tokens)
