@@ -68,13 +68,12 @@ class Deadline:
     """Calls ``expire`` once, after so many seconds in which the loop was there to see an answer:
     what it was late by is added, until it is not late any more. Event loop thread."""
 
-    __slots__ = ("_expire", "_lag", "_lag_before_s", "_seconds", "_timer", "has_expired")
+    __slots__ = ("_expire", "_lag", "_lag_before_s", "_seconds", "_timer")
 
     def __init__(self, seconds: float, lag: LoopLag, expire: Callable[[], object]) -> None:
         self._seconds = seconds
         self._lag = lag
         self._expire = expire
-        self.has_expired = False
         self._arm(seconds)
 
     def cancel(self) -> None:
@@ -89,7 +88,6 @@ class Deadline:
         if late_s > TOLERANCE_S:
             self._arm(min(late_s, self._seconds))
         else:
-            self.has_expired = True
             self._expire()
 
 
