@@ -16,8 +16,9 @@ from vllm_ascend_pd.registration import name_of_rank
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from vllm_ascend_pd.cluster.doctor.engines import Engine, Role, Web
+    from vllm_ascend_pd.cluster.doctor.engines import Engine, Web
     from vllm_ascend_pd.cluster.topology import Topology
+    from vllm_ascend_pd.registration import Role
 
 _FOUND_AT_START = 0
 """For a port that ``vllm-pd up`` chooses on its host."""

@@ -8,21 +8,20 @@ import email.utils
 import time
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import aiohttp
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
-from vllm_ascend_pd.registration import RANK_HEADER, InstanceStatus
+from vllm_ascend_pd.registration import RANK_HEADER, InstanceStatus, Role
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 
 T = TypeVar("T")
 R = TypeVar("R")
-Role = Literal["prefill", "decode", "both"]
 
 ERRORS = (aiohttp.ClientError, asyncio.TimeoutError, ValueError)
 """What a server that is not there, or not what it should be, causes."""

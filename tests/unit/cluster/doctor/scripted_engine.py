@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 import aiohttp
 from aiohttp import web
 
-from vllm_ascend_pd.cluster.doctor.engines import Engine, Role, Web, ask
+from vllm_ascend_pd.cluster.doctor.engines import Engine, Web, ask
+from vllm_ascend_pd.registration import Role
 
 FINGERPRINT = (
     "vllm=0.30.0 weights=aa dtype=float32 kv_dtype=auto layout=LBHNC block=128 page=65536 layers=4"

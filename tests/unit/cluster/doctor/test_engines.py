@@ -15,8 +15,9 @@ from aiohttp import web
 
 from tests.unit.cluster.doctor.scripted_engine import FINGERPRINT, ScriptedEngine, with_engines
 from vllm_ascend_pd.cluster.doctor import engines, examine
-from vllm_ascend_pd.cluster.doctor.engines import Engine, Role, Web
+from vllm_ascend_pd.cluster.doctor.engines import Engine, Web
 from vllm_ascend_pd.cluster.doctor.findings import Check, Finding, Verdict, fail, ok
+from vllm_ascend_pd.registration import Role
 
 MakeCheck = Callable[[Web, list[Engine]], Check]
 LARGE = FINGERPRINT.replace("weights=aa", "weights=bb")

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from tests.unit.cluster.doctor.scripted_engine import PROVENANCE, ScriptedEngine, with_engines
-from vllm_ascend_pd.cluster.doctor.engines import Engine, Role, Web
+from vllm_ascend_pd.cluster.doctor.engines import Engine, Web
 from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict
 from vllm_ascend_pd.cluster.doctor.transfers import ThroughRouter, Transfer, make_pairs, make_prompt
+from vllm_ascend_pd.registration import Role
 
 
 def transfer(*engines: tuple[Role, ScriptedEngine]) -> list[Finding]:
