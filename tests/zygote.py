@@ -7,7 +7,7 @@ import contextlib
 import ctypes
 import functools
 import gc
-import importlib
+import importlib.metadata
 import multiprocessing
 import os
 import sys
@@ -43,6 +43,7 @@ ON_GPU = (
     "vllm.v1.worker.gpu_worker",
     "vllm.v1.attention.backends.triton_attn",
 )
+PLUGINS = ("vllm.general_plugins", "vllm.logits_processors", "vllm.stat_logger_plugins")
 _SLOW_WHILE = "TESTS_SLOW_WHILE"
 """In an engine's environment it names a file: while that exists, the engine is slow."""
 _SLOW_STEP_S = 0.03
@@ -68,6 +69,7 @@ def prepare_to_fork(*more_imports: str) -> None:
 
     of_platform = ON_CPU if current_platform.is_cpu() else ON_GPU
     gc.disable()  # what is imported stays, and to look at it again and again takes seconds
+    _look_for_plugins_once()
     for name in (*IMPORTS, *of_platform, *more_imports):
         importlib.import_module(name)
     _compile_n_gram_drafts_once()
@@ -78,6 +80,13 @@ def prepare_to_fork(*more_imports: str) -> None:
     gc.unfreeze = lambda: None  # type: ignore[assignment]
     gc.enable()
     _leave_threads_behind()
+
+
+def _look_for_plugins_once() -> None:
+    """An engine asks several times, and each time what every installed package has is read."""
+    importlib.metadata.entry_points = find = functools.cache(importlib.metadata.entry_points)
+    for group in PLUGINS:
+        find(group=group)
 
 
 def _leave_threads_behind() -> None:

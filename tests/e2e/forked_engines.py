@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``vllm serve`` engines that start fast: vLLM is imported once, and each engine is a fork.
 
-    tests ──► launcher (imports vLLM) ──fork──► ``vllm serve`` ──fork──► EngineCore ──fork──► worker
+    tests ──► launcher (imports vLLM) ──fork──► ``vllm serve`` ──fork──► EngineCore
 
 Run as a script it is the launcher: it reads one JSON line per engine (``{"argv", "log"}``) and
 answers with its process id. Each engine leads a session of its own, so it can be killed whole.
@@ -76,6 +76,9 @@ class Launcher:
             **ENVIRONMENT,
             "HF_HUB_OFFLINE": "1",
             "VLLM_ENABLE_RESPONSES_API_STORE": "1",
+            # A worker in its engine's process, as on a GPU: on a CPU vLLM gives each one of its
+            # own otherwise, and a quarter of the time goes to what the two tell each other.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_WORKER_MULTIPROCESSING_METHOD": "fork",

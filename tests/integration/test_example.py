@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.zygote import ENVIRONMENT, forking_plugin
+from tests.zygote import forking_plugin
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples/offline_inference"
 EXAMPLE = EXAMPLES / "disaggregated_prefill.py"
-IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **ENVIRONMENT}
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Each process of an engine would import vLLM again."""
 
 
@@ -98,7 +98,7 @@ def run_example(
     """With a tiny model in ``folder``."""
     model = make_tiny_model(folder / "model").path
     command = [sys.executable, str(example), "--model", str(model), "--kv-cache-mb", "256"]
-    environment = {**os.environ, **environment}
+    environment = {**os.environ, **forking_plugin(folder), **environment}
     return subprocess.run(
         [*command, *options], env=environment, capture_output=True, text=True, timeout=1500
     )
@@ -127,8 +127,7 @@ def test_answers_that_were_interrupted_go_on_at_another_engine(tmp_path: Path) -
 @pytest.mark.engine
 @pytest.mark.timeout(1600)
 def test_answers_move_to_another_engine_while_they_run(tmp_path: Path) -> None:
-    engines = forking_plugin(tmp_path)
-    done = run_example(EXAMPLES / "move.py", tmp_path, "--max-tokens", "48", **engines)
+    done = run_example(EXAMPLES / "move.py", tmp_path, "--max-tokens", "48")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count(": equal") == 9
     assert "verified: 9 answers are those of one engine" in done.stdout
