@@ -139,7 +139,7 @@ def remote(dram: TierSubject) -> Iterator[TierSubject]:
     from vllm_ascend_pd.pool.mooncake_tier import MooncakeTier
 
     owner: MooncakeStore = dram.tier.store  # type: ignore[attr-defined]
-    store = MooncakeStore(StoreOptions("127.0.0.1", owner._options.master, 0))
+    store = MooncakeStore(StoreOptions("127.0.0.1", owner.options.master, 0))
     assert store.wait_connected(60)
     buffers = Buffers()
     store.register(buffers.addr, len(buffers.memory))

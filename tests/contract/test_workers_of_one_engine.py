@@ -45,7 +45,7 @@ def test_the_first_one_starts_the_master(backends: list[MooncakeTier]) -> None:
 
 
 def test_they_divide_the_memory(backends: list[MooncakeTier]) -> None:
-    assert [backend.store._options.segment_bytes for backend in backends] == [16 * MIB] * 2
+    assert [backend.store.options.segment_bytes for backend in backends] == [16 * MIB] * 2
 
 
 def test_each_stores_into_its_own_memory_first(backends: list[MooncakeTier]) -> None:

@@ -372,7 +372,7 @@ def test_every_worker_stores_and_loads_its_share(workers: Workers, ahead_id: int
     # Replicas share the work: what both hold is stored once.
     size = first.value_bytes
     assert saved.num_bytes == len(HASHES) * size * (1 if is_replica else 2)
-    assert len(workers.memory._room) == len(HASHES) * (1 if is_replica else 2)
+    assert len(workers.memory.room) == len(HASHES) * (1 if is_replica else 2)
     joined, hash_bytes = join_hashes(HASHES)
     groups = bytes(len(HASHES))
     workers.link.send(Lookup(9, joined, hash_bytes, groups, time.monotonic() + LONG_S))
@@ -388,7 +388,7 @@ def test_single_blocks_are_shared_among_replicas() -> None:
     for save_id in range(1, 5):
         answers = workers.save(save_id, [bytes([save_id]) * 32], first_block=save_id)
         assert fold_saved(answers).statuses == ("ok",)
-    assert [len(memory._room) for memory in memories] == [2, 2]
+    assert [len(memory.room) for memory in memories] == [2, 2]
     workers.close()
 
 

@@ -621,7 +621,7 @@ def test_a_step_brings_the_saves_of_those_before(pooled: Side) -> None:
     second = StepMeta(saves=(Save(1, (1, 2), (b"1" * 32, b"2" * 32), 8), DropAhead(8)))
     pooled.worker.begin_step(output_of(second))
     deadline = time.monotonic() + 10
-    while len(pooled.memory._room) < 2 or pooled.worker.counts()["busy_slots"]:
+    while len(pooled.memory.room) < 2 or pooled.worker.counts()["busy_slots"]:
         assert time.monotonic() < deadline
         time.sleep(0.001)
 

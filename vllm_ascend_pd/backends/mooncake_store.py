@@ -89,7 +89,7 @@ class MooncakeStore:
     """
 
     def __init__(self, options: StoreOptions) -> None:
-        self._options = options
+        self.options = options
         protocol = "tcp" if options.shared is None else options.shared.protocol
         set_mooncake_env(protocol, options.host)
         self._make = _load_store()
@@ -265,7 +265,7 @@ class MooncakeStore:
                 logger.warning(
                     "the pool's master at %s does not answer (%s); serving goes on without the"
                     " pool, and it is tried again",
-                    self._options.master,
+                    self.options.master,
                     reason,
                 )
             with self._changed:
@@ -275,7 +275,7 @@ class MooncakeStore:
             store.close()
 
     def _set_up(self, store: _Store) -> int:
-        options = self._options
+        options = self.options
         more: dict[str, Any] = {}
         if options.ssd_path is not None:
             more = {"enable_ssd_offload": True, "ssd_offload_path": str(options.ssd_path)}
@@ -308,7 +308,7 @@ class MooncakeStore:
         """Learn by which name the master knows our segment, to tell our memory from others', and
         where it lies. Nobody else uses the store yet.
         """
-        if not self._options.segment_bytes:
+        if not self.options.segment_bytes:
             with self._changed:
                 self._own_endpoint = ""
             return

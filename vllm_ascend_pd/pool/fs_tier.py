@@ -122,7 +122,7 @@ class FileTier(Tier):
         self._numbers = itertools.count()
         self._lock_fd = lock_folder(folder)
         self._lock = threading.Lock()  # guards the fields below; no file is touched under it
-        self._room = Room(capacity_bytes, shares)
+        self.room = Room(capacity_bytes, shares)
         self._is_open = True
         self._read_failed_at = -math.inf
         self._write_failed_at = -math.inf
@@ -142,7 +142,7 @@ class FileTier(Tier):
         if opening.rank == 0:
             _warn_of_others(Path(ssd.path), opening.num_workers)
         tier = cls(make_folder(ssd.path), ssd.size, Shares.of(opening.config))
-        num_held = len(tier._room)
+        num_held = len(tier.room)
         logger.info("KV pool: %s of %d bytes holds %d values", ssd.path, ssd.size, num_held)
         return tier
 
@@ -158,10 +158,10 @@ class FileTier(Tier):
         for _, num_bytes, path in sorted(found):
             name, _, tenant = path.name.partition(_OF_TENANT)
             key = f"{path.parts[-4]}/{path.parts[-3]}/{name}"
-            evicted = self._room.reserve(num_bytes, tenant)
-            self._room.keep(key, num_bytes, tenant)
+            evicted = self.room.reserve(num_bytes, tenant)
+            self.room.keep(key, num_bytes, tenant)
             self._delete(evicted)
-        self._delete(self._room.make_room(0))
+        self._delete(self.room.make_room(0))
 
     def path_of(self, key: str, tenant: str = "") -> Path:
         space, _, name = key.rpartition("/")
@@ -170,13 +170,13 @@ class FileTier(Tier):
 
     @property
     def num_over_share(self) -> int:  # type: ignore[override]
-        return self._room.num_over_share
+        return self.room.num_over_share
 
     def lookup(self, keys: Sequence[str]) -> list[Place]:
         with self._lock:
             for key in reversed(keys):  # a prompt's last blocks are of no use without its first
-                self._room.touch(key)
-            return [Place.SSD if key in self._room else Place.NOWHERE for key in keys]
+                self.room.touch(key)
+            return [Place.SSD if key in self.room else Place.NOWHERE for key in keys]
 
     def put(self, values: Sequence[Value]) -> list[Status]:
         return [self._put(value) for value in values]
@@ -185,11 +185,11 @@ class FileTier(Tier):
         with self._lock:
             if not self._is_open:
                 return Status.FAILED
-            if value.key in self._room:
+            if value.key in self.room:
                 return Status.OK
             if time.monotonic() - self._write_failed_at <= _REST_S:
                 return Status.FAILED
-            if not self._room.fits(value.num_bytes, value.tenant):
+            if not self.room.fits(value.num_bytes, value.tenant):
                 return Status.FULL
         try:
             self._write(value)
@@ -201,8 +201,8 @@ class FileTier(Tier):
         """Others use the disk, too: give up as much as a later put of this value needs."""
         logger.warning("the pool's files in %s: the disk is full", self.folder)
         with self._lock:
-            left = self._room.capacity_bytes - self._room.used_bytes + value.num_bytes
-            evicted = self._room.make_room(left)
+            left = self.room.capacity_bytes - self.room.used_bytes + value.num_bytes
+            evicted = self.room.make_room(left)
         with suppress(OSError):
             self._delete(evicted)
         return Status.FULL
@@ -216,7 +216,7 @@ class FileTier(Tier):
             except OSError as e:
                 error = e
                 with self._lock:
-                    self._room.put_back(_STUCK + key.removeprefix(_STUCK), num_bytes, tenant)
+                    self.room.put_back(_STUCK + key.removeprefix(_STUCK), num_bytes, tenant)
         if error is not None:
             raise error
 
@@ -235,7 +235,7 @@ class FileTier(Tier):
         data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
         is_there = False
         with self._lock:
-            evicted = self._room.reserve(value.num_bytes, value.tenant)
+            evicted = self.room.reserve(value.num_bytes, value.tenant)
         try:
             self._delete(evicted)
             while data:
@@ -246,22 +246,22 @@ class FileTier(Tier):
         finally:
             with self._lock:
                 if is_there:
-                    self._room.keep(value.key, value.num_bytes, value.tenant)
+                    self.room.keep(value.key, value.num_bytes, value.tenant)
                 else:
-                    self._room.release(value.num_bytes, value.tenant)
+                    self.room.release(value.num_bytes, value.tenant)
 
     def _name(self, new: Path, value: Value) -> None:
         """In place of a file that is there and that no value is known of."""
         path = self.path_of(value.key, value.tenant)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with self._lock:
-            if value.key in self._room:  # of another thread: the first one stays
+            if value.key in self.room:  # of another thread: the first one stays
                 return
         os.replace(new, path)
         stuck = _STUCK + value.key
         with self._lock:
-            if self._room.tenant(stuck) == value.tenant:
-                self._room.pop(stuck)
+            if self.room.tenant(stuck) == value.tenant:
+                self.room.pop(stuck)
 
     def get(self, values: Sequence[Value]) -> list[Status]:
         return [self._get(value) for value in values]
@@ -270,7 +270,7 @@ class FileTier(Tier):
         with self._lock:
             if not self._is_open:
                 return Status.FAILED
-            entry = self._room.entry(value.key)
+            entry = self.room.entry(value.key)
             if entry is None:
                 return Status.MISSING
             path = self.path_of(value.key, entry[1])
@@ -295,16 +295,16 @@ class FileTier(Tier):
     def _drop(self, key: str, entry: tuple[int, str], is_gone: bool) -> None:
         """A value that cannot be read, with its file unless that is gone."""
         with self._lock:
-            if self._room.entry(key) is not entry:  # it was put again meanwhile
+            if self.room.entry(key) is not entry:  # it was put again meanwhile
                 return
-            self._room.pop(key)
+            self.room.pop(key)
         if not is_gone:
             with suppress(OSError):
                 self._delete([(key, *entry)])
 
     def tenants(self, keys: Sequence[str]) -> list[str]:
         with self._lock:
-            return [self._room.tenant(key) for key in keys]
+            return [self.room.tenant(key) for key in keys]
 
     def _read_failed(self, error: OSError) -> Status:
         logger.warning("the pool's files in %s cannot be read: %s", self.folder, error)
@@ -322,9 +322,9 @@ class FileTier(Tier):
         forgotten = []
         with self._lock:
             for key in keys:
-                if (entry := self._room.entry(key)) is not None:
+                if (entry := self.room.entry(key)) is not None:
                     forgotten.append((key, *entry))
-                    self._room.pop(key)
+                    self.room.pop(key)
         return forgotten
 
     def remove(self, keys: Sequence[str]) -> None:
@@ -342,6 +342,6 @@ class FileTier(Tier):
             if not self._is_open:
                 return
             self._is_open = False
-            for key in self._room.all_keys():
-                self._room.pop(key)
+            for key in self.room.all_keys():
+                self.room.pop(key)
         os.close(self._lock_fd)

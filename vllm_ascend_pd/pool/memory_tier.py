@@ -40,7 +40,7 @@ class MemoryTier(Tier):
     ) -> None:
         self._place = place
         self._lock = threading.Lock()
-        self._room = Room(capacity_bytes, shares)
+        self.room = Room(capacity_bytes, shares)
         self._values: dict[str, _Held] = {}
         self._spare: defaultdict[int, list[np.ndarray]] = defaultdict(list)
         """Nobody's memory, by size. With it no more than the capacity is taken."""
@@ -55,13 +55,13 @@ class MemoryTier(Tier):
 
     @property
     def num_over_share(self) -> int:  # type: ignore[override]
-        return self._room.num_over_share
+        return self.room.num_over_share
 
     def lookup(self, keys: Sequence[str]) -> list[Place]:
         with self._lock:
             places = [self._place if key in self._values else Place.NOWHERE for key in keys]
             for key in reversed(keys):  # a prompt's last blocks are of no use without its first
-                self._room.touch(key)
+                self.room.touch(key)
         return places
 
     def put(self, values: Sequence[Value]) -> list[Status]:
@@ -71,7 +71,7 @@ class MemoryTier(Tier):
         with self._lock:
             if (known := self._known(value)) is not None:
                 return known
-            for key, *_ in self._room.reserve(value.num_bytes, value.tenant):
+            for key, *_ in self.room.reserve(value.num_bytes, value.tenant):
                 self._spare_memory_of(key)
             data = self._take_spare(value.num_bytes)
         if data is None:
@@ -79,15 +79,15 @@ class MemoryTier(Tier):
                 data = np.empty(value.num_bytes, np.uint8)
             except MemoryError:
                 with self._lock:
-                    self._room.release(value.num_bytes, value.tenant)
+                    self.room.release(value.num_bytes, value.tenant)
                 return Status.FULL
         ctypes.memmove(data.ctypes.data, value.addr, value.num_bytes)  # without the GIL
         with self._lock:
             if (known := self._known(value)) is not None:
-                self._room.release(value.num_bytes, value.tenant)
+                self.room.release(value.num_bytes, value.tenant)
                 return known
             self._values[value.key] = _Held(data)
-            self._room.keep(value.key, value.num_bytes, value.tenant)
+            self.room.keep(value.key, value.num_bytes, value.tenant)
             return Status.OK
 
     def _spare_memory_of(self, key: str) -> None:
@@ -103,7 +103,7 @@ class MemoryTier(Tier):
         if taken is not None:
             self._spare_bytes -= num_bytes
         for size, spare in self._spare.items():
-            while spare and self._room.used_bytes + self._spare_bytes > self._room.capacity_bytes:
+            while spare and self.room.used_bytes + self._spare_bytes > self.room.capacity_bytes:
                 spare.pop()
                 self._spare_bytes -= size
         return taken
@@ -114,7 +114,7 @@ class MemoryTier(Tier):
             return Status.FAILED
         if value.key in self._values:
             return Status.OK
-        return None if self._room.fits(value.num_bytes, value.tenant) else Status.FULL
+        return None if self.room.fits(value.num_bytes, value.tenant) else Status.FULL
 
     def get(self, values: Sequence[Value]) -> list[Status]:
         return [self._get(value) for value in values]
@@ -136,7 +136,7 @@ class MemoryTier(Tier):
 
     def tenants(self, keys: Sequence[str]) -> list[str]:
         with self._lock:
-            return [self._room.tenant(key) for key in keys]
+            return [self.room.tenant(key) for key in keys]
 
     def remove(self, keys: Sequence[str]) -> None:
         with self._lock:
@@ -145,7 +145,7 @@ class MemoryTier(Tier):
     def _forget(self, keys: Sequence[str]) -> None:
         """Under the lock."""
         for key in keys:
-            if self._room.pop(key) is not None:
+            if self.room.pop(key) is not None:
                 self._spare_memory_of(key)
 
     def is_healthy(self) -> bool:

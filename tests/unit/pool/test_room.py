@@ -105,7 +105,7 @@ def test_tenant_over_its_share_loses_its_own_values(kind: str, tmp_path: Path) -
     assert there(tier, *keys) == [False] * 3 + [True] * 4
     assert there(tier, "pd2/f/aa", "pd2/f/bb") == [True, True]
     assert tier.num_over_share == 3
-    assert tier._room.used_bytes == 6 * SIZE
+    assert tier.room.used_bytes == 6 * SIZE
     tier.close()
 
 

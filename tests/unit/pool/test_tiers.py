@@ -93,7 +93,7 @@ def test_module_of_a_tier_is_imported_when_it_is_used(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, module.__name__, module)
     tier = registry.open_tiers(Opening(PoolConfig(tiers=("ours",), dram_size=16 << 20)))
     assert isinstance(tier, MemoryTier)
-    assert tier._room.capacity_bytes == 16 << 20
+    assert tier.room.capacity_bytes == 16 << 20
     registry.register_tier("ours", "a_module_of_ours", "OurTier")  # plugins are loaded twice
     with pytest.raises(ValueError, match="registered already"):
         registry.register_tier("ours", "another", "Tier")
@@ -177,7 +177,7 @@ def test_room_of_what_finds_no_memory_is_not_lost(
 
     monkeypatch.setattr(memory_tier.np, "empty", refuse)
     assert put(memory, 1, 2, 3) == [Status.FULL] * 3
-    assert memory._room.used_bytes == 0
+    assert memory.room.used_bytes == 0
     monkeypatch.undo()
     assert put(memory, 1, 2) == [Status.OK] * 2
     assert lookup(memory, 1, 2) == [Place.DRAM] * 2
@@ -189,7 +189,7 @@ def test_memory_that_no_value_fits_into_any_more_is_given_back() -> None:
     tier.remove([key_of(1), key_of(2)])
     large = Value(key_of(9), ctypes.addressof(buffer), 3 * SIZE)
     assert tier.put([large]) == [Status.OK]
-    assert tier._spare_bytes + tier._room.used_bytes <= 4 * SIZE
+    assert tier._spare_bytes + tier.room.used_bytes <= 4 * SIZE
     assert lookup(tier, 3, 4, 9) == [Place.NOWHERE, Place.DRAM, Place.DRAM]
 
 
@@ -279,7 +279,7 @@ def test_values_outlive_their_process(files: FileTier, tmp_path: Path) -> None:
     again = FileTier(tmp_path, 8 * SIZE)
     assert lookup(again, 1, 2, 3) == [Place.SSD, Place.SSD, Place.NOWHERE]
     assert get(again, 1, 2) == [Status.OK, Status.OK]
-    assert again._room.used_bytes == 2 * SIZE
+    assert again.room.used_bytes == 2 * SIZE
     again.close()
 
 
@@ -293,7 +293,7 @@ def test_values_of_an_older_format_take_room_until_it_is_needed(
     assert lookup(again, *range(8)) == [Place.NOWHERE] * 8
     assert put(again, *range(8)) == [Status.OK] * 8
     num_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    assert num_bytes == again._room.used_bytes == 8 * SIZE
+    assert num_bytes == again.room.used_bytes == 8 * SIZE
     again.close()
 
 
@@ -360,7 +360,7 @@ def test_least_recently_used_files_make_room(files: FileTier, tmp_path: Path) ->
     assert put(files, 8, 9) == [Status.OK] * 2
     assert lookup(files, 0, 1, 2, 3) == [Place.SSD, Place.NOWHERE, Place.NOWHERE, Place.SSD]
     num_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    assert num_bytes == files._room.used_bytes == 8 * SIZE
+    assert num_bytes == files.room.used_bytes == 8 * SIZE
 
 
 @pytest.mark.parametrize(
@@ -458,7 +458,7 @@ def test_half_written_file_is_no_value(files: FileTier, tmp_path: Path) -> None:
     (tmp_path / ".pd-value-3").write_bytes(b"half")
     again = FileTier(tmp_path, 8 * SIZE)
     assert not (tmp_path / ".pd-value-3").exists()
-    assert len(again._room) == 0
+    assert len(again.room) == 0
     again.close()
 
 
@@ -507,7 +507,7 @@ def test_full_disk_makes_room_for_what_comes_next(
     replace = os.replace
 
     def fits_two(new: Path, path: Path) -> None:
-        if len(files._room) >= 2:
+        if len(files.room) >= 2:
             raise OSError(errno.ENOSPC, "full")
         replace(new, path)
 
@@ -540,7 +540,7 @@ def test_file_that_cannot_be_read_is_stored_again(files: FileTier, bad_sector: P
     assert lookup(files, 1) == [Place.NOWHERE]
     assert put(files, 1) == [Status.OK]
     assert get(files, 1) == [Status.OK]
-    assert files._room.used_bytes == SIZE
+    assert files.room.used_bytes == SIZE
 
 
 @pytest.mark.parametrize("tenant", ["", "a"])
@@ -552,16 +552,16 @@ def test_file_that_can_neither_be_read_nor_removed_is_replaced(
         patch.setattr(Path, "unlink", refuse_with(errno.EPERM))
         assert get(files, 1) == [Status.FAILED]
     assert bad_sector.exists()
-    assert files._room.used_bytes == SIZE
+    assert files.room.used_bytes == SIZE
     assert lookup(files, 1) == [Place.NOWHERE]
     assert files.put([replace(value(1), tenant=tenant)]) == [Status.OK]
     assert get(files, 1) == [Status.OK]
-    assert files._room.used_bytes == sum(
+    assert files.room.used_bytes == sum(
         path.stat().st_size for path in (files.folder / "pd2").glob("*/*/*")
     )
-    files.remove(files._room.all_keys())
+    files.remove(files.room.all_keys())
     assert not bad_sector.exists()
-    assert files._room.used_bytes == 0
+    assert files.room.used_bytes == 0
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
@@ -587,10 +587,10 @@ def test_file_that_cannot_be_removed_takes_room_until_it_can(
         assert put(files, 8) == [Status.FAILED]
         assert lookup(files, 0) == [Place.NOWHERE]
         assert put(files, *range(8, 16)) == [Status.OK] * 7 + [Status.FAILED]
-        assert files._room.used_bytes == 8 * SIZE
+        assert files.room.used_bytes == 8 * SIZE
     assert put(files, *range(16, 24)) == [Status.OK] * 8
     assert not stuck.exists()
-    assert files._room.used_bytes == 8 * SIZE
+    assert files.room.used_bytes == 8 * SIZE
 
 
 def test_file_that_no_value_is_known_of_is_replaced(files: FileTier) -> None:
@@ -614,7 +614,7 @@ def test_value_that_another_thread_has_stored_meanwhile_stays(
     monkeypatch.setattr(Path, "mkdir", store_first)
     assert files.put([value(1, 16)]) == [Status.OK]
     assert get(files, 1) == [Status.OK]
-    assert files._room.used_bytes == SIZE
+    assert files.room.used_bytes == SIZE
 
 
 def test_nothing_is_evicted_on_a_disk_that_takes_no_file(
@@ -635,7 +635,7 @@ def test_disk_that_refuses_keeps_nothing(
 ) -> None:
     monkeypatch.setattr(os, "replace", refuse_with(number))
     assert put(files, 1) == [status]
-    assert files._room.used_bytes == 0
+    assert files.room.used_bytes == 0
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["lock"]
     monkeypatch.undo()
     monkeypatch.setattr(fs_tier, "_REST_S", 0.0)
