@@ -39,7 +39,11 @@ _MODEL_PARTS = (
 )
 """Parts of a fingerprint, see ``engine.fingerprint``, that decide which token is next. How KV lies
 in memory, how it travels and what is drafted do not."""
-_OTHER_PARTS = ("processors", "watermark", "defaults", "parsing", "adapter", "grammars")
+DRAWS = "draws"
+_OTHER_PARTS = (
+    *("processors", "watermark", "defaults", "parsing", "adapter", "grammars"),
+    *(DRAWS, "logprobs"),
+)
 _LENGTH = "length_limit"
 _IS_LIMIT = re.compile("[0-9]{1,18}").fullmatch
 _MAX_TOKENS = 1 << 24
@@ -156,6 +160,8 @@ def made_by(fingerprint: str, /, **others: str) -> str:
         parsing         by which options its server makes text and tool calls of tokens
         adapter         a digest of the request's
         grammars        how it makes those of structured output
+        draws           which random numbers it makes of a seed
+        logprobs        of what it tells logprobs: ``--logprobs-mode``
     """
     known = _parts(fingerprint)
     parts = {name: known[name] for name in _MODEL_PARTS if name in known}

@@ -165,6 +165,19 @@ def test_logprobs_of_tokens_come_with_them(
             assert got == pytest.approx(one, abs=1e-4)
 
 
+def test_logprobs_of_another_kind_stay(
+    two: Callable[..., tuple[Engine, Engine]], prompt_of: PromptOf
+) -> None:
+    source, target = two({}, {"logprobs_mode": "raw_logits"})
+    prompt = prompt_of(40)
+    expected = source.ask(prompt, NUM_OUTPUT, logprobs=2)
+    answer, outcomes = forward(source, target, prompt, logprobs=2)
+    assert outcomes == {"incompatible": 1}
+    assert (answer.token_ids, answer.logprobs) == (expected.token_ids, expected.logprobs)
+    target.wait_log("the engines differ in logprobs")
+    assert forward(source, target, prompt)[1] == {"ended": 1}
+
+
 def test_structured_output_of_another_backend_stays(
     two: Callable[..., tuple[Engine, Engine]], prompt_of: PromptOf
 ) -> None:

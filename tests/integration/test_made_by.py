@@ -166,3 +166,29 @@ def test_tokens_that_are_sampled_otherwise_do_not_go_on(
     assert moving.answer().token_ids == expected
     if differing == "length_limit":
         assert other.go_on(first, prompt, expected[:5]).token_ids == expected[:NUM_OUTPUT]
+
+
+def test_tokens_of_a_seed_go_on_only_where_it_gives_the_same_random_numbers(
+    known: Callable[..., Known], prompt_of: PromptOf
+) -> None:
+    """Nor live. Greedy ones do, and such as need only be as likely; these say so. (On a CPU they
+    would be the same numbers, but no engine looks at that.)
+    """
+    first, other = known(), known(llm='{"use_fp64_gumbel": true}')
+    prompt, seeded = prompt_of(40), {"temperature": 0.9, "seed": 7}
+    expected, greedy = (first.engine.ask(prompt, NUM_OUTPUT, **it) for it in (seeded, {}))
+    other.assert_refuses(first, "draws", prompt, expected.token_ids[:5], **seeded)
+    moving = Moving(first.engine, prompt, NUM_OUTPUT, seeded)
+    moving.decode(3)
+    assert moving.refusal_of(other.engine) == "move_incompatible"
+    assert moving.answer().token_ids == expected.token_ids
+
+    assert other.go_on(first, prompt, greedy.token_ids[:5]).token_ids == greedy.token_ids
+    moving = Moving(first.engine, prompt, NUM_OUTPUT, {})
+    moving.decode(3)
+    moving.move(other.engine)
+    assert moving.answer().token_ids == greedy.token_ids
+    for engine, outcome in ((other, "sampled"), (first, "exact")):
+        kv = begun(prompt, expected.token_ids[:5], only_exact=False, made_by=first.made_by())
+        answer = engine.engine.ask(prompt, NUM_OUTPUT, kv=kv, **seeded)
+        assert answer.kv_transfer_params["resume"] == {"outcome": outcome}

@@ -26,10 +26,11 @@ from tests.router.harness import FAST, Deployment, deployed, events, run, until
 from tests.router.scripted_answers import COMMENT, commented_events, token_id
 from tests.router.scripted_engine import Received
 from vllm_ascend_pd.resume import Resume, ResumeKey
-from vllm_ascend_pd.router.config import Queueing, Retries
+from vllm_ascend_pd.router.config import Queueing, Retries, RouterConfig
 from vllm_ascend_pd.router.health import parse_makers
 from vllm_ascend_pd.router.instances import TokensMadeBy
 
+SEEDED = {"temperature": 0.7, "seed": 3}
 BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 
 
@@ -316,6 +317,40 @@ def test_engines_that_sample_otherwise_by_their_metrics_are_not_asked() -> None:
             got = await broken(d, "break(2)")
             assert got[-1]["error"]["type"] == "broken_stream"
             assert not resumes(d)
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("options", "sampling", "draws", "kind"),
+    [
+        (PATIENT, SEEDED, ("v1", "v2", "v2"), ""),
+        (PATIENT, SEEDED, ("v1", "v2", "v1"), "exact"),
+        (ANY, SEEDED, ("v1", "v2", "v1"), "exact"),
+        (ANY, SEEDED, ("v1", "v2", "v2"), "sampled"),
+        (ANY, {"temperature": 0.7}, ("v1", "v2", "v2"), "sampled"),
+        (PATIENT, {}, ("v1", "v2", "v2"), "exact"),
+    ],
+)
+def test_what_a_seed_gives_goes_on_where_it_gives_the_same(
+    options: RouterConfig, sampling: dict[str, Any], draws: tuple[str, ...], kind: str
+) -> None:
+    """Elsewhere only if it may be other tokens and there is no such engine."""
+
+    async def test() -> None:
+        async with deployed(0, 3, options) as d:
+            for engine, value in zip(d.decodes, draws, strict=True):
+                engine.metrics = made_by_series("draws", value)
+            await until(lambda: all(i.tokens_made_by.sampling for i in d.router.registry))
+            got = await broken(d, "break(2)", **sampling)
+            if not kind:
+                assert got[-1]["error"]["type"] == "broken_stream"
+                assert not resumes(d)
+                return
+            assert got[-2]["provenance"]["kind"] == kind
+            (resumed,) = resumes(d)
+            if sampling and "v1" in draws[1:]:
+                assert resumed in d.decodes[2].received
 
     run(test)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.resume import other_parts
+from vllm_ascend_pd.resume import DRAWS, other_parts
 from vllm_ascend_pd.router.admission import Admission, Admitted
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.failures import FailureKind
@@ -223,12 +223,17 @@ class Resumption:
         """The engine cannot go on, for a cause that its log tells, and is not to blame for it. A
         seed with drafts is one, which its next tokens would only be as likely with: then it can be
         asked for those."""
-        may_differ = self.config.retries.resume == "any" and not is_greedy(job.body)
-        if may_differ and job.promise.kind == "exact":
-            job.promise = Promise("sampled")
-        else:
+        if not self._takes_less(job):
             broken.instance = instance
         return "refused"
+
+    def _takes_less(self, job: Job) -> bool:
+        """Whether its next tokens were promised, and from now on may be others, as likely."""
+        may_differ = self.config.retries.resume == "any" and not is_greedy(job.body)
+        if not may_differ or job.promise.kind != "exact":
+            return False
+        job.promise = Promise("sampled")
+        return True
 
     async def _ask(
         self, job: Job, broken: Broken, transcript: Transcript, held: ExitStack
@@ -242,7 +247,8 @@ class Resumption:
         if not isinstance(admitted, Admitted):
             for one, differing in others.items():
                 logger.warning("%s would go on otherwise: its %s", one.instance_id, differing)
-            return "unavailable"
+            is_drawn_otherwise = DRAWS in others.values()
+            return "refused" if is_drawn_otherwise and self._takes_less(job) else "unavailable"
         held.enter_context(admitted)
         instance = admitted.pair.decode
         trace.decode, trace.prefill, trace.order = instance.instance_id, "", "decode-only"
@@ -267,12 +273,19 @@ class Resumption:
         return self._refused(job, broken, instance)
 
     def _others(self, job: Job, broken: Broken) -> dict[Instance, str]:
-        """Those that are known to go on otherwise, and what they differ in."""
+        """Those that are known to go on otherwise, and what they differ in. How they draw counts
+        for what a seed has drawn.
+        """
         model = job.routed.model
+        is_drawn = job.promise.kind == "exact" and not is_greedy(job.body)
         differing = {
             one: other_parts(broken.made_by, one.made_by(model)) for one in self.moves.registry
         }
-        return {one: ", ".join(names) for one, names in differing.items() if names}
+        told = {
+            one: ", ".join(name for name in names if name != DRAWS or is_drawn)
+            for one, names in differing.items()
+        }
+        return {one: names for one, names in told.items() if names}
 
 
 def told_of(trace: Trace, promised: Promise, num_resumes: int) -> dict[str, Any]:

@@ -127,16 +127,20 @@ class Resumes(Part):
             self.refuse(request, found)
             return False
         token_ids, ended = append_output(self._scheduler, request, found.output_token_ids)
-        self.tell(request, token_ids, ended)
+        is_alike = not differing(request, found.made_by, self.maker.of_told(request))
+        self.tell(request, token_ids, ended, is_alike)
         return ended is None
 
-    def tell(self, request: Request, token_ids: list[int], ended: Any = None) -> None:
+    def tell(
+        self, request: Request, token_ids: list[int], ended: Any = None, is_alike: bool = True
+    ) -> None:
         """Its output so far is given to its client with the step under way, and it goes on unless
-        it ``ended`` with it.
+        it ``ended`` with it. ``is_alike``: as the first engine would.
         """
         count_nothing(request)  # the engine that began it has counted its prompt
         request_id = request.request_id
-        outcome = EXACT if self._is_exact(request.sampling_params) else SAMPLED
+        is_exact = is_alike and self._is_exact(request.sampling_params)
+        outcome = EXACT if is_exact else SAMPLED
         self._untold[request_id] = _Begun(request, token_ids, outcome, ended)
         self._outcomes[request_id] = outcome
         self._stats.add("resumes", label=outcome)
@@ -167,7 +171,8 @@ class Resumes(Part):
         is_told = resume.source is None or bool(resume.prompt_digest)
         if is_told and prompt_digest(request.prompt_token_ids or ()) != resume.prompt_digest:
             return Refusal("other_prompt", "resume.prompt_digest is not that of this prompt")
-        if other := differing(request, resume.made_by, self.maker.of_told(request)):
+        ours = self.maker.of_told(request, resume.only_exact)
+        if other := differing(request, resume.made_by, ours):
             detail = f"another engine has made resume.output_token_ids: {other} differ"
             return Refusal("made_otherwise", detail)
         if resume.source is not None and self.moves is None:

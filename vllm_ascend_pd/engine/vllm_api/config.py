@@ -144,7 +144,32 @@ def sampling_parts(config: VllmConfig) -> dict[str, str]:
         "watermark": watermark(config) or "none",
         "defaults": digest(defaults),
         "length_limit": str(model.max_model_len),
+        "draws": _draws(config),
     }
+
+
+def _draws(config: VllmConfig) -> str:
+    """What random numbers are of: the same seed gives each device, model runner and precision
+    others.
+
+    Touches:
+        vllm/config/vllm.py:VllmConfig.use_v2_model_runner
+        vllm/config/model.py:ModelConfig.use_fp64_gumbel
+    """
+    whole: Any = config
+    runner = "v2" if whole.use_v2_model_runner else "v1"
+    precision = "-fp64" if whole.model_config.use_fp64_gumbel else ""
+    return f"{config.device_config.device_type}-{runner}{precision}"
+
+
+def logprobs_mode(config: VllmConfig) -> str:
+    """Of what logprobs are told.
+
+    Touches:
+        vllm/config/model.py:ModelConfig.logprobs_mode
+    """
+    model: Any = config.model_config
+    return str(model.logprobs_mode)
 
 
 def watermark(config: VllmConfig) -> str:
