@@ -8,6 +8,7 @@ import hashlib
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.digest import digest
+from vllm_ascend_pd.engine.vllm_api.process import vllm_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,8 +150,8 @@ def sampling_parts(config: VllmConfig) -> dict[str, str]:
 
 
 def _draws(config: VllmConfig) -> str:
-    """What random numbers are of: the same seed gives each device, model runner and precision
-    others.
+    """What random numbers are of: the same seed gives others with another device, model runner,
+    precision or version (0.30.0 and 0.32.0, for example).
 
     Touches:
         vllm/config/vllm.py:VllmConfig.use_v2_model_runner
@@ -159,7 +160,7 @@ def _draws(config: VllmConfig) -> str:
     whole: Any = config
     runner = "v2" if whole.use_v2_model_runner else "v1"
     precision = "-fp64" if whole.model_config.use_fp64_gumbel else ""
-    return f"{config.device_config.device_type}-{runner}{precision}"
+    return f"{vllm_version()}-{config.device_config.device_type}-{runner}{precision}"
 
 
 def logprobs_mode(config: VllmConfig) -> str:
