@@ -81,6 +81,10 @@ class _Speculative:
             },
             "raise --max-num-batched-tokens",
         ),
+        (
+            {"spec": (SPEC, STATE), "max_num_scheduled_tokens": BLOCK_SIZE - 1},
+            "--max-num-scheduled-tokens",
+        ),
         ({"spec": (SPEC, replace(WINDOW, block_size=2 * BLOCK_SIZE))}, "of different sizes"),
         (
             {

@@ -231,9 +231,8 @@ def check_supported(scheduler: Scheduler) -> None:
     groups = kv_groups(scheduler.kv_cache_config)
     kinds = [type(g.kv_cache_spec).__name__ for g in scheduler.kv_cache_config.kv_cache_groups]
     others = sorted(set(kinds).difference(KINDS))
-    limits = scheduler.vllm_config.scheduler_config
-    most = limits.long_prefill_token_threshold or limits.max_num_batched_tokens
-    most = min(most, limits.max_num_batched_tokens)
+    most = scheduler.max_num_scheduled_tokens
+    most = min(most, scheduler.scheduler_config.long_prefill_token_threshold or most)
     _refuse(
         (
             not groups or bool(others),
@@ -267,7 +266,7 @@ def check_supported(scheduler: Scheduler) -> None:
             (
                 f"blocks of {scheduler.block_size} tokens, at whose ends states are kept, where a"
                 f" step computes {most} tokens of a prompt (raise --max-num-batched-tokens, and"
-                " --long-prefill-token-threshold if it is set)"
+                " --max-num-scheduled-tokens and --long-prefill-token-threshold if they are set)"
             ),
         ),
         (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),

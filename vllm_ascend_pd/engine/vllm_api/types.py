@@ -116,6 +116,7 @@ class Scheduler(Protocol):
     block_size: int
     hash_block_size: int
     max_model_len: int
+    max_num_scheduled_tokens: int
     num_waiting_for_streaming_input: int
     is_encoder_decoder: bool
     use_eagle_block_drop: bool
