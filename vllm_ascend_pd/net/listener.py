@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import socket
 import time
 from functools import partial
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.net.connection import Connection, FloodError, make_room
 from vllm_ascend_pd.net.peers import set_options
@@ -33,9 +35,21 @@ _NOT_ACCEPTED_S = 0.1
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """``OSError`` when the port cannot be used; 0 is any free one."""
+    """0 is any free port.
+
+    Raises:
+        ConfigError: this host has no such address.
+        OSError: the port cannot be used.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as e:
+        if e.errno != errno.EADDRNOTAVAIL:
+            raise
+        raise ConfigError(
+            f"kv_ip {host} is no address of this host; give each node of an engine its own"
+        ) from e
 
 
 class Listener:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.net import listener as listener_module
 from vllm_ascend_pd.net.listener import Listener, listen
 from vllm_ascend_pd.net.reactor import Reactor
@@ -94,3 +95,9 @@ def test_who_was_silent_longest_makes_room(reactor: Reactor, rests: Rests) -> No
             listening.want.clear()
             peer.sendall(FRAME)
             assert came.acquire(timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("port", [0, 24601])
+def test_address_of_another_host_is_told_by_its_option(port: int) -> None:
+    with pytest.raises(ConfigError, match=r"^kv_ip 192\.0\.2\.1 is no address of this host; "):
+        listen("192.0.2.1", port)

@@ -14,6 +14,7 @@ from vllm_ascend_pd.config import LoadFromPeer, PDConfig, WeightReading
 from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
 from vllm_ascend_pd.engine.fingerprint import fingerprint
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
+from vllm_ascend_pd.engine.nodes import check_workers, options_of_worker
 from vllm_ascend_pd.engine.registrar import Registrar
 from vllm_ascend_pd.engine.scheduler.arrivals import Arrivals
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
@@ -198,7 +199,11 @@ class _Builder:
     def _complete(self, side: SchedulerSide, engine_core: EngineCore) -> None:
         """Add what needs the engine's workers."""
         self._engine_core = engine_core
-        join_reports(engine_core, self._common.sharding.num_workers)
+        num_workers = self._common.sharding.num_workers
+        if num_workers > 1:
+            told = engine_core.model_executor.collective_rpc(options_of_worker)
+            check_workers(self._config, told)
+        join_reports(engine_core, num_workers)
         side.identity = Identity(
             self._scheduler,
             engine_core,

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import utils
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
 
 
 def vllm_version() -> str:
@@ -52,6 +55,16 @@ def from_each_stage(value: Any) -> list[Any]:
     values: list[Any] = [None] * group.world_size
     torch.distributed.all_gather_object(values, value, group=group.cpu_group)
     return values
+
+
+def config_of(worker: Any) -> VllmConfig:
+    """What this worker's process was started with.
+
+    Touches:
+        vllm/v1/worker/worker_base.py:WorkerBase.vllm_config
+    """
+    config: VllmConfig = worker.vllm_config
+    return config
 
 
 def loaded_models(worker: Any) -> list[Any]:
