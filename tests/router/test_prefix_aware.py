@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from tests.router.test_discovery import described, register
 from tests.unit.router.test_policies import instance
 from tests.unit.router.test_prefix_index import BLOCK, CLEARED, batch, hits, stored
 from vllm_ascend_pd.registration import KVEvents
+from vllm_ascend_pd.router.discovery.registered import MAX_INSTANCES
 from vllm_ascend_pd.router.instances import Instance
 from vllm_ascend_pd.router.prefix import subscriber as subscribing
 from vllm_ascend_pd.router.prefix.index import IndexState, PrefixIndex
@@ -383,6 +385,86 @@ def test_nobody_listens_to_an_engine_that_went_while_its_events_were_replayed() 
             await asyncio.wait({task}, timeout=20)
             assert task.done()
             assert not subscriber.holders.num_hit_tokens(TOKENS).any()
+
+    run(test)
+
+
+def test_backlog_of_events_leaves_the_event_loop_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_messages = 64
+    context = zmq.asyncio.Context()
+    monkeypatch.setattr("zmq.asyncio.Context", lambda: context)  # for messages that are there at once
+    waits = 0
+    recv = zmq.asyncio.Socket.recv
+
+    def waiting(socket: zmq.asyncio.Socket, *args: Any, **named: Any) -> Any:
+        nonlocal waits
+        waits += 1
+        return recv(socket, *args, **named)
+
+    async def test() -> None:
+        nonlocal waits
+        publisher = context.socket(zmq.XPUB)
+        publisher.bind("inproc://events")
+        subscriber, one = Subscriber(), instance("one")
+        events = KVEvents(endpoint="inproc://events")
+        one.spec = msgspec.structs.replace(one.spec, kv_events=events)
+        subscriber.watch(one)
+        assert await asyncio.wait_for(publisher.recv(), 20) == b"\x01"
+        monkeypatch.setattr("zmq.asyncio.Socket.recv", waiting)
+        for seq in range(num_messages):
+            payload = batch(stored([seq], None, [seq] * BLOCK))
+            zmq.Socket.shadow(publisher).send_multipart([b"", seq.to_bytes(8, "big"), payload])
+        index, longest = one.prefix_index, 0
+        assert index is not None
+        while len(index) < num_messages:
+            before = len(index)
+            await asyncio.sleep(0)
+            longest = max(longest, len(index) - before)
+        assert longest == subscribing._AT_ONCE
+        assert waits <= num_messages / subscribing._AT_ONCE + 2
+        publisher.close(linger=0)
+        await subscriber.close()
+
+    run(test)
+
+
+def test_not_all_engines_are_asked_for_a_replay_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    most, num_engines = 3, 12
+    monkeypatch.setattr(subscribing, "_REPLAYS_AT_ONCE", most)
+    under_way: list[int] = []
+    replayed: Counter[str] = Counter()
+
+    class Counting(Subscriber):
+        async def _receive_again(self, instance: Instance, *rest: Any) -> None:
+            replayed[instance.instance_id] += 1
+            under_way.append(replayed.total() - len(over))
+            await super()._receive_again(instance, *rest)
+            over.append(instance)
+
+    over: list[Instance] = []
+
+    async def test() -> None:
+        async with listening(Counting()) as (publisher, subscriber, one):
+            await publisher.publish(stored([b"a"], None, TOKENS[:BLOCK]))
+            engines = [instance(f"e{i}") for i in range(num_engines)]
+            for engine in engines:
+                engine.spec = msgspec.structs.replace(engine.spec, kv_events=one.spec.kv_events)
+                subscriber.watch(engine)
+            for engine in engines:
+                await until(lambda one=engine: len(one.prefix_index) == 1, "index")
+
+    run(test)
+    assert max(under_way) == most
+    assert set(replayed.values()) == {1}
+
+
+def test_more_engines_are_listened_to_than_zmq_has_sockets_for_by_itself() -> None:
+    async def test() -> None:
+        async with listening() as (_, subscriber, one):
+            subscriber.watch(one)
+            await asyncio.sleep(0)
+            assert subscriber._context is not None
+            assert subscriber._context.get(zmq.MAX_SOCKETS) >= MAX_INSTANCES + 1
 
     run(test)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,10 @@ logger = logging.getLogger(__name__)
 _REPLAY_TIMEOUT_S = 2.0
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _REPLAY_IN_ALL_S = 30.0
+_REPLAYS_AT_ONCE = 16
+"""After a start of the router all engines have one for it, of up to 10,000 messages each."""
+_MAX_SOCKETS = 1 << 16
+"""An engine needs one; ZMQ's own limit is 1,023."""
 _HIGH_WATER = 100_000
 _HEARTBEAT_MS = 10_000
 _HEARTBEATS = 3
@@ -30,6 +35,9 @@ word, with its host."""
 _MAX_FRAME_BYTES = 64 << 20
 _MAX_FRAMES = 16
 """Of one message; an event has 3, and a replayed one 4."""
+_AT_ONCE = 4
+"""Messages of one engine that are taken in one turn of the event loop: to wait for one costs more
+than to read several that are there."""
 
 
 class Subscriber:
@@ -40,6 +48,7 @@ class Subscriber:
         self.holders = Holders()
         self._context: zmq.asyncio.Context | None = None
         self._tasks: dict[Instance, asyncio.Task[None]] = {}
+        self._replays = asyncio.Semaphore(_REPLAYS_AT_ONCE)
 
     def watch(self, instance: Instance) -> None:
         instance.prefix_index = PrefixIndex(self.holders)
@@ -65,6 +74,7 @@ class Subscriber:
     async def _listen(self, instance: Instance, events: KVEvents) -> None:
         if self._context is None:
             self._context = zmq.asyncio.Context()
+            self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         index = instance.prefix_index
         assert index is not None
         socket = self._context.socket(zmq.SUB)
@@ -76,17 +86,17 @@ class Subscriber:
             socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
             socket.setsockopt_string(zmq.SUBSCRIBE, events.topic)
             socket.connect(events.endpoint)
-            if events.replay_endpoint is not None:
-                await self._replay(instance, events.replay_endpoint, index, 0)
+            await self._replay(instance, events, index, 0)
             logger.info("%s: listening to %s", instance.instance_id, events.endpoint)
             while not index.is_closed:  # a wait that ends while it is cancelled goes on
-                frames = await _message(socket)
-                if len(frames) != 3 or len(frames[1]) != 8:
-                    continue
-                missing = index.first_missing(int.from_bytes(frames[1], "big"), frames[2])
-                if missing is not None and events.replay_endpoint is not None:
-                    await self._replay(instance, events.replay_endpoint, index, missing)
-                _receive(instance, index, frames[1], frames[2])
+                for frames in await _messages(socket):
+                    if len(frames) != 3 or len(frames[1]) != 8:
+                        continue
+                    missing = index.first_missing(int.from_bytes(frames[1], "big"), frames[2])
+                    if missing is not None:
+                        await self._replay(instance, events, index, missing)
+                    _receive(instance, index, frames[1], frames[2])
+                await asyncio.sleep(0)  # a wait for what is there already gives nobody a turn
         except zmq.ZMQError as e:
             logger.warning("%s: no KV events: %s", instance.instance_id, e)
             index.forget(IndexState.FALLBACK)
@@ -94,11 +104,18 @@ class Subscriber:
             socket.close(linger=0)
 
     async def _replay(
-        self, instance: Instance, endpoint: str, index: PrefixIndex, first: int
+        self, instance: Instance, events: KVEvents, index: PrefixIndex, first: int
     ) -> None:
         """What was published from the message ``first`` on and has not come, as far as the engine
         still has it.
         """
+        if events.replay_endpoint is not None:
+            async with self._replays:
+                await self._receive_again(instance, events.replay_endpoint, index, first)
+
+    async def _receive_again(
+        self, instance: Instance, endpoint: str, index: PrefixIndex, first: int
+    ) -> None:
         assert self._context is not None
         socket = self._context.socket(zmq.DEALER)
         try:
@@ -106,28 +123,41 @@ class Subscriber:
             socket.connect(endpoint)
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
             async with timeout(_REPLAY_IN_ALL_S):
-                while await socket.poll(int(_REPLAY_TIMEOUT_S * 1000)):
-                    frames = await _message(socket)
-                    if len(frames) != 4 or len(frames[2]) != 8 or frames[2] == _END_OF_REPLAY:
-                        break
-                    _receive(instance, index, frames[2], frames[3])
+                while True:
+                    async with timeout(_REPLAY_TIMEOUT_S):
+                        messages = await _messages(socket)
+                    for frames in messages:
+                        if len(frames) != 4 or len(frames[2]) != 8 or frames[2] == _END_OF_REPLAY:
+                            return
+                        _receive(instance, index, frames[2], frames[3])
+                    await asyncio.sleep(0)
         except TIMED_OUT:
             pass
         finally:
             socket.close(linger=0)
 
 
-async def _message(socket: zmq.asyncio.Socket) -> list[bytes]:
-    """The frames of the next one.
+async def _messages(socket: zmq.asyncio.Socket) -> list[list[bytes]]:
+    """The frames of the next one, and of those that have come behind it, up to ``_AT_ONCE``.
 
     Raises:
-        zmq.ZMQError: there are more than any publisher sends.
+        zmq.ZMQError: one has more frames than any publisher sends.
     """
-    frames = [await socket.recv()]
-    while socket.get(zmq.RCVMORE):
+    there: zmq.Socket[bytes] = zmq.Socket.shadow(socket)
+    messages = [_rest(await socket.recv(), there)]
+    with contextlib.suppress(zmq.Again):
+        while len(messages) < _AT_ONCE:
+            messages.append(_rest(there.recv(zmq.NOBLOCK), there))
+    return messages
+
+
+def _rest(first: bytes, there: zmq.Socket[bytes]) -> list[bytes]:
+    """All frames of a message: they come together."""
+    frames = [first]
+    while there.get(zmq.RCVMORE):
         if len(frames) == _MAX_FRAMES:
             raise zmq.ZMQError(zmq.EMSGSIZE)
-        frames.append(await socket.recv())
+        frames.append(there.recv(zmq.NOBLOCK))
     return frames
 
 
