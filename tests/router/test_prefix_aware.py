@@ -392,7 +392,7 @@ def test_nobody_listens_to_an_engine_that_went_while_its_events_were_replayed() 
 def test_backlog_of_events_leaves_the_event_loop_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     num_messages = 64
     context = zmq.asyncio.Context()
-    monkeypatch.setattr("zmq.asyncio.Context", lambda: context)  # for messages that are there at once
+    monkeypatch.setattr("zmq.asyncio.Context", lambda: context)  # so they are there at once
     waits = 0
     recv = zmq.asyncio.Socket.recv
 

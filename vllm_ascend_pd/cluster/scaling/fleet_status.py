@@ -40,6 +40,8 @@ class FleetStatus(msgspec.Struct, frozen=True):
     """Nothing is left to do, or nothing but to wait for room."""
     step: int
     """Counts on: who changes the target waits for a later one."""
+    held: str = ""
+    """Why engines from before a restart are not replaced now."""
 
     def lines(self) -> list[str]:
         """For a person."""
@@ -50,7 +52,7 @@ class FleetStatus(msgspec.Struct, frozen=True):
         for one in self.engines:
             if one.state != "serving":
                 lines.append(f"{one.name} {one.state}{': ' if one.note else ''}{one.note}")
-        return lines
+        return [*lines, self.held] if self.held else lines
 
 
 async def follow(url: str, *, until_settled: bool) -> AsyncIterator[str]:

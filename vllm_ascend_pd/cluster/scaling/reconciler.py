@@ -123,6 +123,8 @@ class Reconciler:
     """Under which each was asked for."""
     _next_replaced: tuple[int, float] = (0, 0.0)
     """So many serve again, or it is so late, when the next of an old generation goes."""
+    _held: str = ""
+    """Why none of them goes now: an engine of the new generation ended before it was up."""
     _told: dict[str, Member] = field(default_factory=dict)
     """What was said of each."""
     _was_up: bool = False
@@ -152,10 +154,13 @@ class Reconciler:
     async def _look(self) -> View:
         members = {}
         for one in await self.fleet.look():
+            was_up = one.name in self._told and self._told[one.name].phase is Phase.READY
             self._tell(one)
             if not one.is_over:
                 members[one.name] = one
                 continue
+            if one.phase is Phase.ENDED and not was_up and one.name not in self._ending:
+                self._hold(one)
             del self._told[one.name]
             self._generations.pop(one.name, None)
             self._leaving.pop(one.name, None)
@@ -178,7 +183,16 @@ class Reconciler:
         note = f": {one.note}" if one.note else ""
         self.say(f"{one.name} {one.phase.value}{where}{note}")
         if one.phase is Phase.READY:
-            self._was_up, self._num_failures = True, 0
+            self._was_up, self._num_failures, self._held = True, 0, ""
+
+    def _hold(self, one: Member) -> None:
+        """What did not come up once may not a second time: no other one is given up for it."""
+        if not self._held:
+            self._held = (
+                f"{one.name} did not come up ({one.note}): engines of before stay until one does"
+            )
+            if any(map(self._is_old, self._generations)):
+                self.say(self._held)
 
     def _failed(self, one: Member) -> None:
         if one.phase is Phase.ENDED and not self._was_up:
@@ -229,7 +243,8 @@ class Reconciler:
         old = [one for one in serving.values() if self._is_old(one.instance_id)]
         enough, late = self._next_replaced
         are_back = len(serving) >= min(enough, maximum) or self.clock() >= late
-        if old and are_back and not self._leaving and not view.num_starting():
+        is_one_under_way = self._leaving or view.num_starting()
+        if old and are_back and not is_one_under_way and not self._held:
             self._next_replaced = (len(serving), self.clock() + RETURN_S)
             await self._replace(min(old, key=lambda one: one.num_active), serving.values())
         for name, since in self._leaving.items():
@@ -304,4 +319,5 @@ class Reconciler:
             and not any(map(self._is_old, view.members))
         )
         step = self.status.step + 1 if self.status else 0
-        return FleetStatus(self.target, tuple(engines), is_settled, step)
+        held = self._held if any(map(self._is_old, view.members)) else ""
+        return FleetStatus(self.target, tuple(engines), is_settled, step, held)

@@ -280,6 +280,44 @@ def test_an_old_generation_goes_only_while_as_many_serve_as_before() -> None:
     assert not names & {"engine-0", "engine-1", "engine-2"}
 
 
+@pytest.mark.parametrize("num_good", [0, 2])
+@pytest.mark.parametrize("room", [8, 7])
+def test_a_new_generation_that_does_not_come_up_takes_one_engine_only(
+    num_good: int, room: int
+) -> None:
+    world = World("1:1", 8, a=room)
+    world.until_settled()
+    before = {one.name for one in world.status.engines if one.state == "serving"}
+    world.renew()
+    num_up = 0
+
+    def step_with_failures() -> None:
+        nonlocal num_up
+        for one in list(world.fleet.members.values()):
+            if one.phase is Phase.STARTING and one.name not in before:
+                num_up += 1
+                if num_up > num_good:
+                    world.fleet.kill(one.name, "exited with code 1")
+        world.step()
+
+    for _ in range(600):
+        step_with_failures()
+        assert world.have.total >= room - 1, world.lines
+    names = {one.name for one in world.status.engines if one.state == "serving"}
+    assert len(names & before) == room - num_good - 1
+    assert not world.status.is_settled
+    (told,) = [line for line in world.lines if "did not come up" in line]
+    assert "(exited with code 1): engines of before stay until one does" in told
+    assert world.status.lines()[-1] == told
+    num_good = 1000
+    for _ in range(200):
+        step_with_failures()
+    names = {one.name for one in world.status.engines if one.state == "serving"}
+    assert not names & before
+    assert len(names) == room
+    assert not world.status.held
+
+
 @pytest.mark.parametrize("drain_s", [600.0, 60.0])
 def test_requests_that_never_end_hold_an_engine_for_so_long_only(drain_s: float) -> None:
     world = World("1:1", 3, a=3)
