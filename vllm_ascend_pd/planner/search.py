@@ -125,7 +125,7 @@ class Search:
     def find(self, num_instances: int) -> Splits:
         """The best split of ``num_instances``, at least 2, and the least that would do."""
         rows = self._all_splits(num_instances)
-        return Splits(rows, max(rows, key=_merit), self._least(num_instances))
+        return Splits(rows, self._best(num_instances), self._least(num_instances))
 
     def _all_splits(self, num_instances: int) -> tuple[Row, ...]:
         """Each one, or where they are many, those on an ever finer grid around the best."""
@@ -143,8 +143,25 @@ class Search:
             first, last = max(first, best - step + 1), min(last, best + step - 1)
 
     def _least(self, num_instances: int) -> Row | None:
-        """More engines of a role never do worse. So the fewest P with all the D that there could
-        be, and the fewest D likewise, are too few or just enough: from there on, upwards."""
+        """More instances, divided as well as can be, do no worse."""
+        best = self._best(num_instances)
+        if not self._objective.met(best):
+            return None
+        least = self._near_least(num_instances) or best
+        while sum(least.split) > 2:
+            fewer = self._best(sum(least.split) - 1)
+            if not self._objective.met(fewer):
+                break
+            least = fewer
+        return least
+
+    def _best(self, num_instances: int) -> Row:
+        return max(self._all_splits(num_instances), key=_merit)
+
+    def _near_least(self, num_instances: int) -> Row | None:
+        """The least if more engines of a role never do worse, as they may on a shared host: they
+        make those of the other role slower. So the fewest P with all the D that there could be, and
+        the fewest D likewise, are too few or just enough: from there on, upwards."""
         most = num_instances - 1
         if not self._meets(Split(most, most)):
             return None

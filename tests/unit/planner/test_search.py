@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from vllm_ascend_pd.planner import report
 from vllm_ascend_pd.planner.limits import router_needs
 from vllm_ascend_pd.planner.search import MAX_ROWS, Objective, Row, Search
 from vllm_ascend_pd.planner.simulate import Outcome, Split, simulate
+from vllm_ascend_pd.planner.speeds import Line, Speeds
 
 
 class World:
@@ -69,6 +71,32 @@ def test_the_least_is_looked_for_upwards_where_p_and_d_fail_different_requests()
     found = Search(fails, OBJECTIVE).find(8)
     assert found.least is not None
     assert sum(found.least.split) == 3
+
+
+SHARED_HOST = replace(
+    SPEEDS, prefill_slowdown=Line.through([(0, 1.0), (1000, 3.0)]), decode_alone=0.5
+)
+
+
+@pytest.mark.parametrize("speeds", [SPEEDS, SHARED_HOST], ids=["apart", "shared_host"])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_best_and_the_least_are_those_of_a_look_at_all(speeds: Speeds, seed: int) -> None:
+    random, most = Random(seed), 6
+    rate = random.choice((5.0, 15.0, 40.0))
+    asked = poisson(80, rate, random.choice((30, 90, 200)), random.choice((2, 10, 30)), seed)
+    objective = Objective(random.choice((0.3, 0.6, 1.5)), 0.03, random.choice((0.9, 0.99)))
+    search = Search(lambda split: simulate(asked, speeds, split), objective)
+    found = search.find(most)
+    meets: dict[int, list[float]] = {}
+    for total in range(2, most + 1):
+        rows = [search.row(Split(p, total - p)) for p in range(1, total)]
+        meets[total] = [row.attained for row in rows if objective.met(row)]
+    best = [row for row in found.rows if not row.is_overloaded] or found.rows
+    assert found.best.attained == max(row.attained for row in best)
+    least = next((total for total, met in meets.items() if met), None)
+    assert (found.least and sum(found.least.split)) == least
+    if found.least is not None:
+        assert found.least.attained == max(meets[sum(found.least.split)])
 
 
 def test_of_many_splits_those_around_the_best_are_tried() -> None:
