@@ -28,6 +28,7 @@ logger = limited_logger(__name__)
 
 IDLE_CONNECTION_S = 300.0
 OPEN_WITHIN_S = 10.0
+_LOOK_EVERY_S = 1.0
 _MAX_CONNECTIONS = 1024
 _MAX_OPENING = 512
 """A consumer that starts may ask hundreds of producers at once."""
@@ -72,6 +73,9 @@ class Peers:
         self.connections: dict[Endpoint, Connection] = {}
         self._lost: set[Endpoint] = set()
         """Those that could not be connected to, until that has been told."""
+        self._look_at = 0.0
+        self._opening_end: float | None = None
+        """When the first that opens must have done so."""
         reactor.at_end.append(self._close)
 
     def __len__(self) -> int:
@@ -86,6 +90,7 @@ class Peers:
             make_room(self.connections.values(), _MAX_OPENING, _MAX_CONNECTIONS)
             try:
                 connection = self.connections[peer] = self._connect(peer)
+                self._look_at = 0.0
             except OSError as e:  # no descriptor is left
                 logger.warning("%s cannot be connected to: %s", peer, e)
                 self._lost.add(peer)
@@ -106,23 +111,30 @@ class Peers:
 
     def tidy(self, awaited: Collection[Endpoint] = ()) -> float | None:
         """End what does not open, and what is idle, but not those of which an answer is
-        ``awaited``, however late. Returns when to come again, if something opens.
+        ``awaited``, however late. Returns when to come again, if something opens. Called on every
+        turn, and looks at all of them once a second or when one must be done with opening.
         """
         now = time.monotonic()
-        next_end = None
+        if now >= self._look_at:
+            self._look(now, awaited)
+        return None if self._opening_end is None else max(0.0, self._opening_end - now)
+
+    def _look(self, now: float, awaited: Collection[Endpoint]) -> None:
+        ends = []
         for peer, connection in list(self.connections.items()):
             if connection.is_ended:
                 continue  # which is told on this turn
             if not connection.is_open:
-                left = connection.made_at + OPEN_WITHIN_S - now
-                if left <= 0:
+                end = connection.made_at + OPEN_WITHIN_S
+                if end <= now:
                     connection.end(TimeoutError("it does not open"))
-                elif next_end is None or left < next_end:
-                    next_end = left
+                else:
+                    ends.append(end)
             elif connection.used_at < now - IDLE_CONNECTION_S and peer not in awaited:
                 del self.connections[peer]
                 connection.close()
-        return next_end
+        self._opening_end = min(ends, default=None)
+        self._look_at = min((now + _LOOK_EVERY_S, *ends))
 
     def _close(self) -> None:
         self._names.stop()
