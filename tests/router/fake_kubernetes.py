@@ -27,6 +27,8 @@ class FakeKubernetes:
         self.num_lists = 0
         self.num_watches = 0
         self.is_broken = False
+        self.is_silent = False
+        """Lists get no answer."""
         self.denied: set[str] = set()
         """Verbs: ``list``, ``watch``."""
         self._history: list[tuple[int, dict[str, Any] | None, dict[str, Any] | None]] = []
@@ -140,6 +142,8 @@ class FakeKubernetes:
         if verb == "watch":
             return await self._watch(request, wanted)
         self.num_lists += 1
+        if self.is_silent:
+            await asyncio.Event().wait()
         items = [pod for pod in self.pods.values() if _matches(pod, wanted)]
         metadata = {"resourceVersion": str(self.version)}
         body = {"apiVersion": "v1", "kind": "PodList", "metadata": metadata, "items": items}

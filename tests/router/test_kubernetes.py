@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.router.fake_kubernetes import FakeKubernetes
@@ -15,6 +17,7 @@ from tests.router.harness import STRICT, Deployment, deployed, run, until
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.config import Kubernetes
+from vllm_ascend_pd.router.discovery import kubernetes
 from vllm_ascend_pd.router.discovery.kubernetes import KubernetesDiscovery
 
 
@@ -113,6 +116,48 @@ def test_instances_outlive_the_api_server(tmp_path: Path) -> None:
             await until(lambda: "three" in states(d))
 
     run(test)
+
+
+def test_list_that_gets_no_answer_is_asked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kubernetes, "ANSWER_S", 0.2)
+
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            api.put("one", "p", app="vllm")
+            await until(lambda: "one" in states(d))
+            api.is_silent = True
+            del api.pods["one"]  # nobody is told
+            api.forget_history()
+            await until(lambda: api.num_lists == 3)
+            assert "one" in states(d)
+            api.is_silent = False
+            await until(lambda: not states(d))
+
+    run(test)
+
+
+def test_server_ends_a_watch_before_the_client_gives_it_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: dict[bool, float] = {}
+    """Of a watch, and of a list."""
+    request = aiohttp.ClientSession._request
+
+    async def noted(session: aiohttp.ClientSession, method: str, url: Any, **named: Any) -> Any:
+        if "/pods?" in str(url):
+            limits["watch=true" in str(url)] = named["timeout"]
+        return await request(session, method, url, **named)
+
+    monkeypatch.setattr(aiohttp.ClientSession, "_request", noted)
+
+    async def test() -> None:
+        async with cluster(tmp_path):
+            await until(lambda: len(limits) == 2)
+
+    run(test)
+    assert limits[False] < kubernetes.WATCH_S < limits[True]
 
 
 def test_pod_that_changes_its_role_is_used_in_the_new_one(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ SOURCE = "kubernetes"
 LABEL = "model"
 WATCH_S = 300
 """Then the server ends a watch, and the next one goes on from where it ended."""
+ANSWER_S = 30.0
+"""For a list, and beside ``WATCH_S`` for a watch: the client's own limit of 300 s in all would end
+every watch before the server does, and have all pods listed again."""
 MIN_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
 GONE = 410
@@ -138,13 +141,17 @@ class KubernetesDiscovery:
             "namespace": self._kubernetes.namespace,
             "label_selector": self._kubernetes.label_selector,
         }
-        listed = await api.list_namespaced_pod(**scope)
+        listed = await api.list_namespaced_pod(**scope, _request_timeout=ANSWER_S)
         raw = api_client.sanitize_for_serialization(listed)
         pods = [msgspec.convert(pod, Pod) for pod in raw.get("items", ())]
         self._pods = {pod.metadata.uid: pod for pod in pods}
         self._publish()
         version = raw["metadata"]["resourceVersion"]
-        scope |= {"allow_watch_bookmarks": True, "timeout_seconds": WATCH_S}
+        scope |= {
+            "allow_watch_bookmarks": True,
+            "timeout_seconds": WATCH_S,
+            "_request_timeout": WATCH_S + ANSWER_S,
+        }
         while True:
             events = watch.Watch().stream(
                 api.list_namespaced_pod, **scope, resource_version=version
