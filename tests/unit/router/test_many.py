@@ -140,6 +140,27 @@ def test_engines_that_come_start_anew_and_go_are_not_compared_with_all_others(
     assert not list(router.registry)
 
 
+def test_heartbeat_looks_at_no_word_of_an_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = counting(monkeypatch, Word, "after", lambda *args: None)
+
+    async def follow(specs: list[InstanceSpec], words: dict[str, Word]) -> None:
+        pass
+
+    async def test() -> None:
+        roster = Roster(follow)
+        specs = [spec(i) for i in range(50)]
+        for one in specs:
+            await roster.beat(one)
+            await roster.say(one.instance_id, Word(role="prefill"))
+        for one in specs:
+            await roster.beat(one)
+        assert not looks
+        await roster.expire(max(roster._last_heard.values()))
+        assert looks.total() == len(specs)
+
+    asyncio.run(test())
+
+
 def test_two_names_of_one_engine_are_noticed_among_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -64,11 +64,10 @@ class Roster:
         self._words: Words = {}
 
     async def beat(self, spec: InstanceSpec) -> None:
-        now = time.monotonic()
-        self._last_heard[spec.instance_id] = now
+        self._last_heard[spec.instance_id] = time.monotonic()
         is_new = self._specs.get(spec.instance_id) != spec
         self._specs[spec.instance_id] = spec
-        if self._forget_words(now) or is_new:
+        if is_new:
             await self._changed()
 
     async def say(self, instance_id: str, word: Word) -> None:
