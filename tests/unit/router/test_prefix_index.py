@@ -336,3 +336,13 @@ def test_very_many_engines_are_told_apart() -> None:
     for number, index in enumerate(indexes):
         index.receive(0, batch(stored([1, 2, 3][: number % 4], None, TOKENS)))
     assert [hits(index, TOKENS) for index in indexes] == [0, 4, 8, 12] * 150
+
+
+def test_blocks_of_one_engine_alone_share_the_object_that_says_so() -> None:
+    holders = Holders()
+    for _ in range(40):  # so that the number is no small one, which Python keeps once by itself
+        last = PrefixIndex(holders)
+    for seq in range(20):
+        last.receive(seq, batch(stored([seq], None, [seq] * BLOCK)))
+    assert len({id(slots) for slots in holders._slots.values()}) == 1
+    assert len(holders._slots) == 20

@@ -107,6 +107,8 @@ class Holders:
     def __init__(self) -> None:
         self._slots: dict[bytes, int] = {}
         """Who has a block: a bit for each slot."""
+        self._bits: list[int] = [1]
+        """By slot: of most blocks one engine's alone, and so one object for all of them."""
         self._num_slots = 1
         """The first one is nobody's, and holds nothing."""
         self._free: list[int] = []
@@ -115,6 +117,7 @@ class Holders:
     def take_slot(self) -> int:
         if self._free:
             return heappop(self._free)
+        self._bits.append(1 << self._num_slots)
         self._num_slots += 1
         return self._num_slots - 1
 
@@ -132,7 +135,7 @@ class Holders:
     def add(self, own: bytes, slot: int) -> bool:
         """Whether it was new there."""
         slots = self._slots.get(own, 0)
-        self._slots[own] = slots | 1 << slot
+        self._slots[own] = slots | self._bits[slot] if slots else self._bits[slot]
         return not slots >> slot & 1
 
     def remove(self, own: bytes, slot: int) -> None:
