@@ -674,6 +674,13 @@ def test_both_engines_hash_a_forwarded_request_alike_whatever_its_salt_says_of_w
     assert guest.block_hashes == request.block_hashes != []
 
 
+def test_guest_is_of_the_session_that_its_request_is_of() -> None:
+    """KV events name it."""
+    request = Request("r", PROMPT, SamplingParams(max_tokens=4), None, session_id="s")
+    sent = read_request(encode_request(request, "away", {}))
+    assert Request.from_engine_core_request(sent, hasher).session_id == "s"
+
+
 def test_images_go_with_a_request_and_past_the_cache_of_the_targets_own(engines: Engines) -> None:
     item = MultiModalKwargsItem(
         {"pixels": MultiModalFieldElem(data=torch.arange(4000.0), field=MultiModalBatchedField())}

@@ -49,6 +49,7 @@ def encode_request(request: Request, name: str, kv_transfer_params: dict[str, An
 
     Touches:
         vllm/v1/request.py:Request.priority
+        vllm/v1/request.py:Request.session_id
     """
     any_request: Any = request
     params: Any = request.sampling_params
@@ -65,6 +66,7 @@ def encode_request(request: Request, name: str, kv_transfer_params: dict[str, An
         data_parallel_rank=None,
         priority=any_request.priority,
         trace_headers=request.trace_headers,
+        session_id=any_request.session_id,
     )
     try:
         (encoded,) = MsgpackEncoder(size_threshold=sys.maxsize).encode(sent)
