@@ -195,6 +195,9 @@ class Take(msgspec.Struct, frozen=True, tag="take"):
     version: int
     request: bytes
     """As vLLM's front end sends it to its engine core, with ``kv_transfer_params.resume``."""
+    fingerprint: Text = ""
+    """Of the source: who does not fit it does not read the request, which may be another version's.
+    """
     open_id: int = 0
 
 

@@ -558,6 +558,23 @@ def test_target_that_cannot_have_it_says_why(
     assert pair.states == ["ASKED"]
 
 
+def test_request_of_another_version_is_not_read(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fields of vLLM's requests have no names, and another place in another version."""
+
+    def misread(encoded: bytes) -> EngineCoreRequest:
+        raise TransferError("not a request")
+
+    monkeypatch.setattr(forwards_in, "read_request", misread)
+    pair = Pair(engines, tmp_path)
+    pair.target.scheduler.pd.identify("vllm=0.1.0")
+    pair.begin()
+    assert pair.run() == {"incompatible": 1}
+    pair.expect_whole()
+    assert pair.states == ["ASKED"]
+
+
 def test_target_that_was_busy_is_asked_again(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

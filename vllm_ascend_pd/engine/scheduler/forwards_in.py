@@ -23,7 +23,7 @@ from vllm_ascend_pd.engine.vllm_api.requests import end_aborted
 from vllm_ascend_pd.engine.vllm_api.status import is_completed
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.log_limit import limited_logger
-from vllm_ascend_pd.types import Cause
+from vllm_ascend_pd.types import Cause, serves
 from vllm_ascend_pd.wire import WIRE_VERSION, More, Refused, Release, Take, Told
 
 if TYPE_CHECKING:
@@ -127,6 +127,10 @@ class ForwardsIn(Part):
             return _refused(message, Cause.INCOMPATIBLE, f"wire version {WIRE_VERSION} here")
         if self._common.config.security.secret_file is None:
             return _refused(message, Cause.UNAUTHENTICATED, "no security.secret_file here")
+        theirs, ours = message.fingerprint, self._resumes.maker.fingerprint
+        if theirs and not serves(theirs, ours):
+            detail = f"the engines differ: {theirs} there, {ours} here"
+            return _refused(message, Cause.INCOMPATIBLE, detail)
         if core is None or self._resumes.moves is None:
             return _refused(message, Cause.WRONG_ROLE, "kv_role must be kv_both here")
         if computes_in_lock_step(self._common.scheduler.vllm_config):
@@ -142,10 +146,10 @@ class ForwardsIn(Part):
             sent, adapter = read_request(message.request), None
             if detail := why_other_masks(scheduler, sent):
                 return _refused(message, Cause.INCOMPATIBLE, detail)
-            if (theirs := sent.lora_request) is not None:
-                adapter = self.adapter(theirs.lora_name)
+            if (lora := sent.lora_request) is not None:
+                adapter = self.adapter(lora.lora_name)
                 if adapter is None:
-                    detail = f"no adapter {theirs.lora_name!r} here"
+                    detail = f"no adapter {lora.lora_name!r} here"
                     return _refused(message, Cause.NO_ADAPTER, detail)
             request = make_guest(core, message.transfer_id, sent, adapter)
         except TransferError as e:

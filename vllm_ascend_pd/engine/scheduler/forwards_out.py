@@ -57,7 +57,7 @@ logger = limited_logger(__name__)
 
 _MAX_ASKED = 4
 """Requests whose KV is copied at the same time."""
-_MAX_BYTES = MAX_FRAME_BYTES - (1 << 10)
+_MAX_BYTES = MAX_FRAME_BYTES - (1 << 15)
 """Of a request, in one message."""
 _AGAIN_S = 1.0
 """After which a peer is asked again that was busy."""
@@ -176,7 +176,8 @@ class ForwardsOut(Part):
             detail = f"it has {len(encoded)} bytes, and at most {_MAX_BYTES} are sent"
             return self._keep(request, "too_large", detail)
         self.forwards[request.request_id] = forward
-        take = Take(forward.name, self._source.epoch, WIRE_VERSION, encoded)
+        fingerprint = self._resumes.maker.fingerprint
+        take = Take(forward.name, self._source.epoch, WIRE_VERSION, encoded, fingerprint)
         self._client.ask(forward, forward.peer, take, self._answers, _PATIENCE_S)
         logger.info("request %s: %s is asked to compute it", request.request_id, forward.peer)
         return True
