@@ -52,6 +52,29 @@ def test_json_line_says_who_served_the_request(caplog: pytest.LogCaptureFixture)
     run(test)
 
 
+def test_line_names_each_engine_that_failed_the_request_and_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, ACCESS)
+
+    async def test() -> None:
+        config = replace(FAST, access_log="json", order="prefill-first")
+        async with deployed(2, 1, config) as d:
+            d.prefills[0].script("status(500)")
+            d.prefills[1].script("close")
+            status, _, _ = await d.post()
+            assert status == 200
+            [line] = map(json.loads, lines(caplog))
+            told = {one.split(" ", 2)[1]: one.split(" ", 2)[::2] for one in line["failed_legs"]}
+            p0, p1 = (f"127.0.0.1:{one.port}:" for one in d.prefills)
+            assert told.keys() == {p0, p1}
+            assert told[p0][0] == told[p1][0] == "prefill"
+            assert told[p0][1].startswith("status: status 500")
+            assert told[p1][1].startswith("disconnect: ")
+
+    run(test)
+
+
 def test_line_of_a_batch_says_how_long_its_answer_is(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, ACCESS)
 

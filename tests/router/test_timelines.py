@@ -94,6 +94,8 @@ def test_stream_that_goes_on_elsewhere_shows_where_it_broke_off() -> None:
             assert (first["name"], moved["name"]) == ("decode", "resumed")
             assert first["instance"] != moved["instance"]
             assert first["first_token_s"] < moved["first_token_s"]
+            assert first["failure"].startswith("truncated: ")
+            assert not moved["failure"]
             assert timeline["outcome"] == "ok"
 
     run(test)

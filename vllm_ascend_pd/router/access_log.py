@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_ascend_pd.router.access")
 
+MAX_FAILED_LEGS = 8
+MAX_FAILURE_CHARS = 200
 AccessLogFormat = Literal["text", "json", "off"]
 FORMATS: tuple[AccessLogFormat, ...] = get_args(AccessLogFormat)
 
@@ -42,8 +44,15 @@ def describe(trace: Trace) -> dict[str, Any]:
         "prefill": trace.prefill or None,
         "decode": trace.decode or None,
         "ttft_ms": None if trace.ttft_s is None else round(trace.ttft_s * 1e3, 1),
+        "failed_legs": _failed_legs(trace) or None,
         "error": trace.error or None,
     }
+
+
+def _failed_legs(trace: Trace) -> list[str]:
+    """The first of them; an answer may be good in spite of them."""
+    told = [f"{s.name} {s.instance}: {s.failure}" for s in trace.stages if s.failure]
+    return [one[:MAX_FAILURE_CHARS] for one in told[:MAX_FAILED_LEGS]]
 
 
 def as_text(line: dict[str, Any]) -> str:
@@ -61,6 +70,8 @@ def as_text(line: dict[str, Any]) -> str:
         text += " moves={num_moves}".format(**line)
     if line["tenant"]:
         text += " tenant={tenant} tokens={num_answer_tokens}".format(**told)
+    if line["failed_legs"]:
+        text += " failed={failed_legs}".format(**line)
     if line["error"]:
         text += f" error={line['error']!r}"
     if text.isprintable():

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.http_exchange import Response
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
+    from vllm_ascend_pd.router.trace import Stage
 
 EVENT_STREAM = b"text/event-stream"
 MAX_DETAIL_BYTES = 500
@@ -56,10 +57,13 @@ class Leg:
     """A leg, counted while it is in progress (``with``), and once when it ends if its instance is
     there then."""
 
-    __slots__ = ("_metrics", "_name", "_num_tokens", "instance", "outcome", "started")
+    __slots__ = ("_metrics", "_name", "_num_tokens", "_stage", "instance", "outcome", "started")
 
-    def __init__(self, instance: Instance, name: str, num_tokens: int, metrics: Metrics) -> None:
+    def __init__(
+        self, instance: Instance, name: str, num_tokens: int, metrics: Metrics, stage: Stage | None
+    ) -> None:
         self._name = name
+        self._stage = stage
         self._num_tokens = num_tokens
         self._metrics = metrics
         self.instance = instance
@@ -82,8 +86,18 @@ class Leg:
 
     def failed(self, failure: Failure) -> LegFailed:
         self.outcome = failure.kind.value
-        self.instance.failed(failure, self._name)
+        self._note(failure, self._name)
         return LegFailed(self.instance, failure, self._name)
+
+    def broke(self, failure: Failure) -> None:
+        """Within its stream."""
+        self.outcome = "broken_stream"
+        self._note(failure, "stream")
+
+    def _note(self, failure: Failure, what: str) -> None:
+        if self._stage is not None:
+            self._stage.failure = str(failure)
+        self.instance.failed(failure, what)
 
     def succeeded(self, status: int = 200) -> None:
         self.outcome = "ok" if status < 400 else "client_error"
@@ -97,14 +111,23 @@ class Legs:
         self._timeouts = timeouts
         self._metrics = metrics
 
-    def open(self, instance: Instance, name: str, num_tokens: int) -> Leg:
-        return Leg(instance, name, num_tokens, self._metrics)
+    def open(
+        self, instance: Instance, name: str, num_tokens: int, stage: Stage | None = None
+    ) -> Leg:
+        """``stage``: of its request's way, if that is kept."""
+        return Leg(instance, name, num_tokens, self._metrics, stage)
 
     async def prefill(
-        self, instance: Instance, body: Body, headers: Headers, sent: bytes, num_tokens: int
+        self,
+        instance: Instance,
+        body: Body,
+        headers: Headers,
+        sent: bytes,
+        num_tokens: int,
+        stage: Stage,
     ) -> Prefilled | Answer | LegFailed:
         """Have the prompt computed. An ``Answer`` is the engine's 4xx."""
-        with self.open(instance, "prefill", num_tokens) as leg:
+        with self.open(instance, "prefill", num_tokens, stage) as leg:
             response = await instance.client.request(
                 b"POST",
                 body.path.encode(),

@@ -100,8 +100,7 @@ class Answering:
         if failure.kind is FailureKind.MOVED or has_handed_over:
             leg.outcome = "moved"
         else:
-            leg.outcome = "broken_stream"
-            self.instance.failed(failure, "stream")
+            leg.broke(failure)
         return self._leave()
 
     def follow(
@@ -345,9 +344,9 @@ class Moves:
     ) -> Found | str:
         source, job = move.source, move.source.job
         num_tokens = job.routed.num_prompt_tokens + job.routed.num_max_tokens
-        leg = held.enter_context(self.legs.open(instance, "decode", num_tokens))
         headers = held.enter_context(self.tracing.leg(job.trace, "decode", instance))
         stage = held.enter_context(job.trace.stage("moved", instance.instance_id))
+        leg = held.enter_context(self.legs.open(instance, "decode", num_tokens, stage))
         sent = job.body.for_decode(handover.params, instance.instance_id)
         result = await self.legs.decode(leg, job.body, headers, sent)
         if source.transcript is None:

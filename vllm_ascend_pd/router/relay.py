@@ -262,9 +262,9 @@ class Relay:
         num_tokens = job.routed.num_prompt_tokens
         with (
             self.tracing.leg(job.trace, "prefill", instance) as headers,
-            job.trace.stage("prefill", instance.instance_id),
+            job.trace.stage("prefill", instance.instance_id) as stage,
         ):
-            result = await self.legs.prefill(instance, job.body, headers, sent, num_tokens)
+            result = await self.legs.prefill(instance, job.body, headers, sent, num_tokens, stage)
         if job.admitted is not None:
             job.admitted.prefilled()
         if isinstance(result, Prefilled):
@@ -290,7 +290,7 @@ class Relay:
         with (
             self.tracing.leg(job.trace, "decode", instance) as headers,
             job.trace.stage("alone" if is_alone else "decode", instance.instance_id) as stage,
-            self.legs.open(instance, "decode", num_tokens) as leg,
+            self.legs.open(instance, "decode", num_tokens, stage) as leg,
             self.moves.answering(job, instance) as answering,
         ):
             sent = job.body.for_decode(params, instance.instance_id)

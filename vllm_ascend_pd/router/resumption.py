@@ -256,7 +256,7 @@ class Resumption:
         headers = held.enter_context(self.tracing.leg(trace, "decode", instance))
         broken.stage = held.enter_context(trace.stage("resumed", instance.instance_id))
         num_tokens = routed.num_prompt_tokens + routed.num_max_tokens
-        leg = held.enter_context(self.legs.open(instance, "decode", num_tokens))
+        leg = held.enter_context(self.legs.open(instance, "decode", num_tokens, broken.stage))
         kind = job.promise.kind
         params = resume_params(
             self.moves.key, trace.request_id, transcript, kind, made_by=broken.made_by

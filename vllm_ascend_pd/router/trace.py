@@ -34,6 +34,8 @@ class Stage(msgspec.Struct):
     end_s: float | None = None
     first_token_s: float | None = None
     """Of a decode leg: when there was something for the client."""
+    failure: str = ""
+    """How its leg failed, and why."""
 
     def __enter__(self) -> Stage:
         return self
