@@ -12,6 +12,7 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "leases_granted": ("Prompts kept for a consumer", None),
     "leases_closed": ("Leases that ended, by cause", "cause"),
     "requests": ("Requests that asked for a peer's KV, by how it ended", "outcome"),
+    "peer_failures": ("Of them, those whose KV did not come, by the peer that had it", "peer"),
     "loads": ("Loads from a peer, by how they ended", "outcome"),
     "load_bytes": ("Bytes of KV loaded from peers, by transport", "transport"),
     "load_ms": ("Milliseconds from the start to the end of loads, added up", None),
@@ -59,7 +60,21 @@ GAUGES: dict[str, tuple[str, tuple[str, ...]]] = {
 INFOS = frozenset({"engine_info", "tokens_made_by"})
 """Gauges that say what is so in their labels: a series that is 0 is over."""
 
+MAX_LABEL_VALUES = 256
 _SEPARATOR = "\x1f"
+
+
+class OpenLabel:
+    """A label whose values requests bring along: each is a series, so the first so many are told
+    apart, and all further ones are ``others``."""
+
+    def __init__(self) -> None:
+        self._values: set[str] = set()
+
+    def of(self, value: str) -> str:
+        if len(self._values) < MAX_LABEL_VALUES:
+            self._values.add(value)
+        return value if value in self._values else "others"
 
 
 @dataclass(slots=True)

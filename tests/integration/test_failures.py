@@ -78,6 +78,23 @@ def test_failed_write_is_recomputed(
     assert added(consumer, before)[f"loads/{cause}"] == 1
 
 
+def test_both_logs_name_the_transfer_that_failed_and_a_counter_its_producer(
+    faulty: Engine, consumer: Engine, prompt_of: PromptOf
+) -> None:
+    prompt = prompt_of(NUM_TOKENS)
+    params = faulty.prefill(prompt)
+    faulty.set_faults("fail")
+    before = consumer.metrics()
+    consumer.add("mine", prompt, 2, params)
+    consumer.run()
+    producer = f"{params['remote_host']}:{params['remote_port']}"
+    transfer = f"transfer {params['transfer_id']}"
+    assert added(consumer, before)[f"peer_failures/{producer}"] == 1
+    [line] = consumer.find_in_log(rf"request mine\S*: a load from {producer}, {transfer} .*")
+    assert line.endswith("has failed: transfer_failed")
+    assert faulty.find_in_log(f"{transfer}: a write to .* ended with transfer_failed")
+
+
 @pytest.mark.parametrize("place", ["", "ok*4,"], ids=["tail", "last layer"])
 def test_write_that_never_ends_is_given_up(
     engines: Engines, consumer: Engine, single: SingleEngine, prompt_of: PromptOf, place: str

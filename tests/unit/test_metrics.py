@@ -3,7 +3,15 @@
 
 from __future__ import annotations
 
-from vllm_ascend_pd.metrics import COUNTERS, GAUGES, Provenance, Stats, split_key
+from vllm_ascend_pd.metrics import (
+    COUNTERS,
+    GAUGES,
+    MAX_LABEL_VALUES,
+    OpenLabel,
+    Provenance,
+    Stats,
+    split_key,
+)
 
 
 def test_take_returns_increments_and_starts_again() -> None:
@@ -54,3 +62,10 @@ def test_provenance_starts_empty() -> None:
     assert provenance.num_prompt_tokens == 100
     assert provenance.num_local_tokens + provenance.num_peer_tokens == 0
     assert provenance.outcome == ""
+
+
+def test_label_that_requests_choose_has_so_many_values_and_no_more() -> None:
+    label = OpenLabel()
+    first = [f"10.0.0.1:{port}" for port in range(MAX_LABEL_VALUES)]
+    assert [label.of(peer) for peer in (*first, *first)] == [*first, *first]
+    assert label.of("10.0.0.2:1") == "others"

@@ -74,6 +74,8 @@ class Lease:
     span: Span
     tails: tuple[Tail, ...]
     announced: bool = False
+    request_id: str = ""
+    """Whose prompt it is, for the log."""
     state: ProducerState = ProducerState.OPEN
     expires_at: float = 0.0
     ends_at: float = math.inf
@@ -350,17 +352,22 @@ class LeaseBook:
             leased = [x for x in self._leases.values() if x.state is ProducerState.LEASED]
             for transfer_id in [i for i, until in self._released_early.items() if until <= now]:
                 del self._released_early[transfer_id]
-            over = [x.transfer_id for x in leased if x.expires_at <= now]
+            over = [x for x in leased if x.expires_at <= now]
             ends = [x.expires_at for x in leased if x.expires_at > now]
             self._next_look = min((*ends, *self._released_early.values()), default=math.inf)
-        for transfer_id in over:
-            self._end(transfer_id, ProducerEvent.EXPIRED)
-            logger.warning(
-                "lease %s expired: no consumer was heard of in its term, or not done in %g s",
-                transfer_id,
-                self._max_lease_s,
-            )
+        for lease in over:
+            self._end(lease.transfer_id, ProducerEvent.EXPIRED)
+            logger.warning("request %s: transfer %s expired: %s", *self._expired(lease))
         return len(over), min(ends) - now if ends else None
+
+    def _expired(self, lease: Lease) -> tuple[str, str, str]:
+        if not lease.is_opened:
+            why = f"no consumer has come in {self._lease_s:g} s"
+        elif lease.ends_at <= lease.expires_at:
+            why = f"its consumer was not done in {self._max_lease_s:g} s"
+        else:
+            why = f"its consumer was not heard of for {self._lease_s:g} s"
+        return lease.request_id, lease.transfer_id, why
 
     def _renew(self, lease: Lease) -> None:
         """Under the lock."""

@@ -73,6 +73,7 @@ class _Queued(NamedTuple):
 class _Write:
     identity: bytes
     fetch_id: int
+    transfer_id: str
     route: Route
     slot: Slot | None
     handle: TransferHandle
@@ -267,7 +268,8 @@ class DataServer(Reactor):
             return Fetched(fetch.fetch_id, 0, refused.value)
         route = self._transports.route(fetch.sessions)
         if route is None:
-            logger.warning("no transport reaches the peer at %.300s", fetch.sessions)
+            where = fetch.transfer_id, fetch.sessions
+            logger.warning("transfer %s: no transport reaches the peer at %.300s", *where)
             return Fetched(fetch.fetch_id, 0, Cause.TRANSFER_FAILED.value)
         assert grant is not None
         if fetch.live is not None:
@@ -289,7 +291,8 @@ class DataServer(Reactor):
             return Fetched(fetch.fetch_id, checksum, "", route.name)
         handle = engine.submit_write(route.session, slot.addr, fetch.address, fetch.num_bytes)
         deadline = self._clock() + self.write_timeout_s
-        return _Write(identity, fetch.fetch_id, route, slot, handle, checksum, deadline)
+        name = fetch.transfer_id
+        return _Write(identity, fetch.fetch_id, name, route, slot, handle, checksum, deadline)
 
     def _start_direct(
         self, identity: bytes, fetch: Fetch, slot: Slot, grant: Grant, route: Route
@@ -317,7 +320,10 @@ class DataServer(Reactor):
             return refused
         deadline = self._clock() + self.write_timeout_s
         lease = lease_of(fetch)
-        return _Write(identity, fetch.fetch_id, route, slot, handle, checksum, deadline, lease)
+        name = fetch.transfer_id
+        return _Write(
+            identity, fetch.fetch_id, name, route, slot, handle, checksum, deadline, lease
+        )
 
     def _check(self, fetch: Fetch, grant: Grant | None, num_layers_done: int) -> Cause | None:
         """Why this fetch may not be served."""
@@ -380,7 +386,8 @@ class DataServer(Reactor):
                 # Only its end is an answer, but others need not wait for it.
                 self._take_back(write)
                 write.deadline = math.inf
-                logger.warning("a write into the pages of a peer does not end")
+                where = write.transfer_id, write.route.session
+                logger.warning("transfer %s: a write into the pages of %s does not end", *where)
                 continue
             ended = True
             self._writes.remove(write)
@@ -390,7 +397,8 @@ class DataServer(Reactor):
             if not cause and write.lease is not None and write.lease not in self._grants:
                 cause = Cause.LEASE_EXPIRED.value
             if cause:
-                logger.warning("a write to a peer ended with %s", cause)
+                where = write.transfer_id, write.route.session
+                logger.warning("transfer %s: a write to %s ended with %s", *where, cause)
             self._reply(
                 write.identity, Fetched(write.fetch_id, write.checksum, cause, write.route.name)
             )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import ValuesView
 from dataclasses import replace
 
@@ -247,6 +248,30 @@ def test_open_before_the_worker_serves_is_refused(clock: Clock) -> None:
 
 
 # Expiry.
+
+
+@pytest.mark.parametrize(
+    ("opens", "max_lease_s", "why"),
+    [
+        (False, math.inf, f"no consumer has come in {LEASE_S:g} s"),
+        (True, math.inf, f"its consumer was not heard of for {LEASE_S:g} s"),
+        (True, LEASE_S / 2, f"its consumer was not done in {LEASE_S / 2:g} s"),
+    ],
+)
+def test_log_says_whose_lease_has_expired_and_why(
+    clock: Clock, caplog: pytest.LogCaptureFixture, opens: bool, max_lease_s: float, why: str
+) -> None:
+    book = LeaseBook(Epoch("epoch"), "same", LEASE_S, clock, max_lease_s)
+    book.page_servers = (PAGE_SERVER,)
+    lease = make_lease()
+    lease.request_id = "mine"
+    book.grant(lease)
+    assert book.finish(lease)
+    if opens:
+        assert isinstance(book.open(make_open()), Opened)
+    clock.now += LEASE_S
+    assert book.expire()[0] == 1
+    assert caplog.messages == [f"request mine: transfer t expired: {why}"]
 
 
 def test_lease_expires_after_its_term(book: LeaseBook, lease: Lease, clock: Clock) -> None:

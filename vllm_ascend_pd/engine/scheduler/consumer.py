@@ -17,6 +17,7 @@ from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.metrics import OpenLabel
 from vllm_ascend_pd.transfer.leases import tail_digest
 from vllm_ascend_pd.types import Cause, Endpoint, Layers
 from vllm_ascend_pd.wire import (
@@ -45,6 +46,8 @@ logger = limited_logger(__name__)
 
 A = TypeVar("A", Opened, Extended)
 _FIRST_BYTES_PER_MS = 300_000.0
+_HAVE_NOT_FAILED = frozenset({"loaded", "local", "first_token", "not_needed", "cancelled"})
+"""Outcomes of requests whose KV came, or that did without."""
 _OVERDUE_S = 0.25
 """Who waits for memory too long is looked for so often."""
 
@@ -90,6 +93,7 @@ class Consumer(Part):
         self._kept_epochs: dict[tuple[Endpoint, str, str], str] = {}
         """Under which the client keeps a lease: the last user may never have been answered."""
         self._overdue_at = 0.0
+        self._failed_peers = OpenLabel()
 
     def load_ms(self, group: int) -> float:
         """Of a block of this group, of all workers together."""
@@ -165,10 +169,11 @@ class Consumer(Part):
                     answer = Refused("", Cause.BAD_PARAMS.value, f"answered {answer!r:.64}")
                 prompt.refused(answer.cause)
                 logger.warning(
-                    "request %s: its prompt will be computed here: %s (%s)",
+                    "request %s: its prompt will be computed here: %s (%s; from %s)",
                     request_id,
                     answer.cause,
                     answer.detail,
+                    prompt.whence,
                 )
                 continue
             prompt.opened(answer)
@@ -313,6 +318,8 @@ class Consumer(Part):
     def _count(self, prompt: RemotePrompt) -> None:
         origin = prompt.provenance
         self._stats.add("requests", label=origin.outcome or "unknown")
+        if origin.outcome not in _HAVE_NOT_FAILED:
+            self._stats.add("peer_failures", label=self._failed_peers.of(str(prompt.control)))
         self._stats.add("first_tokens", label=origin.first_token)
         for source, count in (
             ("local", origin.num_local_tokens),

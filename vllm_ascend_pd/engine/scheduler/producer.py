@@ -428,6 +428,7 @@ class Producer(Part):
                 for group, start in zip(groups, starts, strict=True)
             ),
             announced=announced,
+            request_id=request.request_id,
             sampling_key=self._sampling_key(request),
         )
 

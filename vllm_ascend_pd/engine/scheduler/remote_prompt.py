@@ -100,6 +100,12 @@ class RemotePrompt(PeerSource):
         """When it is given up to find memory for the request; its peer holds blocks meanwhile."""
 
     @property
+    def whence(self) -> str:
+        """For the log: its producer, as that one's ``engine_info`` says where it is, and the
+        transfer, as both logs name it."""
+        return f"{self.control}, transfer {self.remote.transfer_id}"
+
+    @property
     def lease(self) -> tuple[Endpoint, str, str]:
         """What several requests may share: all of it, since a client may mix them up."""
         return self.control, self.remote.transfer_id, self.remote.remote_epoch
@@ -158,7 +164,7 @@ class RemotePrompt(PeerSource):
             logger.warning(
                 "request %s: the first token, promised by %s, did not come; it is computed here",
                 self.request.request_id,
-                self.control,
+                self.whence,
             )
         return waits
 
@@ -246,9 +252,10 @@ class RemotePrompt(PeerSource):
         level = logging.DEBUG if cause is Cause.NOT_NEEDED else logging.WARNING
         logger.log(
             level,
-            "request %s: the rest of its prompt is computed here: %s",
+            "request %s: the rest of its prompt is computed here: %s (from %s)",
             self.request.request_id,
             cause.value,
+            self.whence,
         )
         if not self.num_loads:
             self._peers.is_over(self)
@@ -305,6 +312,13 @@ class RemotePrompt(PeerSource):
     def load_ended(
         self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
     ) -> None:
+        if result.cause and result.cause != Cause.CANCELLED.value:
+            logger.warning(
+                "request %s: a load from %s has failed: %s",
+                self.request.request_id,
+                self.whence,
+                result.cause,
+            )
         # A load that waited for the prompt has ended: from now on all of it can be read.
         self.set_complete(True)
         super().load_ended(result, places, was_parked)
