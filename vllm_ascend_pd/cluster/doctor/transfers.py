@@ -6,10 +6,19 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, by_model, count, each
-from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
+from vllm_ascend_pd.cluster.doctor.findings import (
+    Finding,
+    Verdict,
+    fail,
+    ok,
+    reason_of,
+    skipped,
+    warn,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +97,30 @@ class Transfer:
     async def run(self) -> Sequence[Finding]:
         if not self._pairs:
             return [skipped(self.name, "there is no pair of engines of one model that answers")]
-        return [await self._try(p, d) for p, d in self._pairs]
+        tried = [(p, d, await self._try(p, d)) for p, d in self._pairs]
+        return [
+            await self._with_blame(p, d, finding, tried)
+            if finding.verdict is Verdict.FAIL
+            else finding
+            for p, d, finding in tried
+        ]
+
+    async def _with_blame(
+        self, p: Engine, d: Engine, failed: Finding, tried: Sequence[tuple[Engine, Engine, Finding]]
+    ) -> Finding:
+        """Which of the two it is, as each does with an engine of a pair that works."""
+        for good_p, good_d, found in tried:
+            is_apart = good_p is not p and good_d is not d and good_p.model == p.model
+            if not is_apart or found.verdict is Verdict.FAIL:
+                continue
+            words = {True: "fails", False: "works"}
+            fails = [
+                (await self._try(*pair)).verdict is Verdict.FAIL
+                for pair in ((p, good_d), (good_p, d))
+            ]
+            told = f"; {p} {words[fails[0]]} with {good_d}, {d} {words[fails[1]]} with {good_p}"
+            return replace(failed, found=failed.found + told)
+        return failed
 
     async def _try(self, p: Engine, d: Engine) -> Finding:
         pair = f"{p} to {d}"

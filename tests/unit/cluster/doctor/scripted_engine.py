@@ -39,7 +39,8 @@ class ScriptedEngine:
         self.text = "abcd"
         self.model = "tiny"
         self.healthy = True
-        self.date: str | None = None
+        self.dates: list[str] = []
+        """Of its next answers; then the time."""
         self.requests_by_outcome: dict[str, int] = {}
         self.counts_as: str | None = None
         self.pool: dict[str, int] = {}
@@ -62,7 +63,7 @@ class ScriptedEngine:
         return app
 
     async def _health(self, _: web.Request) -> web.Response:
-        headers = {"Date": self.date} if self.date else {}
+        headers = {"Date": self.dates.pop(0)} if self.dates else {}
         return web.Response(status=200 if self.healthy else 503, headers=headers)
 
     async def _version(self, _: web.Request) -> web.Response:

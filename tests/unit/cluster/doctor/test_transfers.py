@@ -156,3 +156,18 @@ def test_router_that_does_not_answer() -> None:
     finding = with_engines([("decode", ScriptedEngine("kv_consumer"))], use)
     assert finding.verdict is Verdict.FAIL
     assert "curl -i http://127.0.0.1:1/health" in finding.fix
+
+
+def test_of_a_pair_that_fails_it_is_told_which_of_the_two_fails_with_others_too() -> None:
+    broken = ScriptedEngine(params=None)
+    engines = [
+        ScriptedEngine(),
+        broken,
+        ScriptedEngine("kv_consumer"),
+        ScriptedEngine("kv_consumer"),
+    ]
+    roles: list[Role] = ["prefill", "prefill", "decode", "decode"]
+    good, failed = transfer(*zip(roles, engines, strict=True))
+    assert (good.verdict, failed.verdict) == (Verdict.OK, Verdict.FAIL)
+    assert failed.found.startswith("prefill-1 to decode-3: ")
+    assert failed.found.endswith("; prefill-1 fails with decode-2, decode-3 works with prefill-0")
