@@ -30,6 +30,7 @@ COUNTERS: dict[str, tuple[str, str | None]] = {
     "pool_load_bytes": ("Bytes loaded from the pool, by tier", "tier"),
     "pool_load_ms": ("Milliseconds of loads from the pool, added up", None),
     "pool_over_share_blocks": ("Blocks that went because their tenant had its share", None),
+    "pool_file_errors": ("Files of the pool that could not be written or read", None),
     "pool_put_blocks": ("Blocks offered to the pool, by how that ended", "outcome"),
     "pool_put_bytes": ("Bytes stored in the pool", None),
     "pool_put_ms": ("Milliseconds of writes to the pool, added up", None),

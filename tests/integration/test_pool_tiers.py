@@ -58,6 +58,24 @@ def test_blocks_in_files_outlive_their_engine(
     assert provenance(answer) == {"dram": FULL, "computed": 9}
 
 
+def test_files_that_cannot_be_written_are_counted_where_memory_has_their_blocks(
+    engines: Engines, prompt_of: PromptOf, tmp_path: Path
+) -> None:
+    folder = tmp_path / "kv"
+    ssd = {"path": str(folder), "size": "256MiB"}
+    pool = {**POOL, "tiers": ["dram", "fs"], "ssd": ssd}
+    engine = engines.own("kv_both", **WITHOUT_MOONCAKE, pool=pool)
+    store(engine, prompt_of(NUM_TOKENS, "well"))
+    assert "pool_file_errors" not in engine.metrics()
+    [values] = [path for path in folder.iterdir() if path.is_dir()]
+    values.rename(tmp_path / "gone")
+    values.touch()
+    before = engine.metrics()
+    store(engine, prompt_of(NUM_TOKENS, "badly"))
+    assert delta(before, engine.metrics(), "pool_put_blocks/ok") == NUM_TOKENS // BLOCK_SIZE
+    assert engine.metrics()["pool_file_errors"] > 0
+
+
 def test_an_engine_that_needs_mooncake_says_so(engines: Engines) -> None:
     with pytest.raises(EngineError, match=r"ImportError: .*Mooncake"):
         engines.own("kv_both", without="mooncake", pool=POOL)

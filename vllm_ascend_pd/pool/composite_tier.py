@@ -97,6 +97,10 @@ class CompositeTier(Tier):
     def num_over_share(self) -> int:  # type: ignore[override]
         return sum(tier.num_over_share for tier in self.tiers)
 
+    @property
+    def num_file_errors(self) -> int:  # type: ignore[override]
+        return sum(tier.num_file_errors for tier in self.tiers)
+
     def remove(self, keys: Sequence[str]) -> None:
         for tier in self.tiers:
             tier.remove(keys)

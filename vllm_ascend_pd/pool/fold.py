@@ -50,4 +50,5 @@ def fold_saved(answers: Sequence[Saved]) -> Saved:
         sum(answer.num_bytes for answer in answers),
         max(answer.elapsed_ms for answer in answers),
         max(answer.num_over_share for answer in answers),
+        sum(answer.num_file_errors for answer in answers),
     )

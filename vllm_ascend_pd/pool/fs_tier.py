@@ -199,8 +199,13 @@ class FileTier(Tier):
 
     def _disk_full(self, value: Value) -> Status:
         """Others use the disk, too: give up as much as a later put of this value needs."""
-        logger.warning("the pool's files in %s: the disk is full", self.folder)
+        logger.warning(
+            "the pool's files in %s: the disk is full before they have pool.ssd.size; make room"
+            " there, or lower it",
+            self.folder,
+        )
         with self._lock:
+            self.num_file_errors += 1
             left = self.room.capacity_bytes - self.room.used_bytes + value.num_bytes
             evicted = self.room.make_room(left)
         with suppress(OSError):
@@ -309,12 +314,16 @@ class FileTier(Tier):
     def _read_failed(self, error: OSError) -> Status:
         logger.warning("the pool's files in %s cannot be read: %s", self.folder, error)
         self._read_failed_at = time.monotonic()
+        with self._lock:
+            self.num_file_errors += 1
         return Status.FAILED
 
     def _write_failed(self, error: OSError) -> Status:
         """What is there may still be read, as on a disk that has become read-only."""
         logger.warning("the pool's files in %s cannot be written: %s", self.folder, error)
         self._write_failed_at = time.monotonic()
+        with self._lock:
+            self.num_file_errors += 1
         return Status.FAILED
 
     def _forget(self, keys: Sequence[str]) -> list[Gone]:

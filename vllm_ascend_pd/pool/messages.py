@@ -126,6 +126,8 @@ class Saved(msgspec.Struct, tag=True, frozen=True):
     elapsed_ms: float
     num_over_share: int = 0
     """Values that tiers have evicted since the last one because their tenant had its share."""
+    num_file_errors: int = 0
+    """Files that could not be written or read since the last one."""
 
 
 DROPPED = "dropped"

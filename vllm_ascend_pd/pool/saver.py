@@ -77,7 +77,7 @@ class Saver:
         self._saves: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._dropped_saves = 0  # written by the link thread, read by the save thread
         self._stopping = False
-        self._last_over_share = 0
+        self._last_over_share = self._last_file_errors = 0
         self.ahead = PackAhead(values, ahead_slots, replica.owns)
         targets = [("pd-pool-save", self._run)]
         if ahead_slots is not None:
@@ -134,18 +134,24 @@ class Saver:
     def _run(self) -> None:
         while (queued := self._saves.get()) is not None:
             save, started = queued.save, time.monotonic()
-            statuses, num_bytes, num_over_share = [Status.FAILED.value] * len(save.block_ids), 0, 0
+            statuses, num_bytes = [Status.FAILED.value] * len(save.block_ids), 0
             try:
                 statuses = self._save(queued)
                 num_bytes = self._num_bytes(save, statuses)
-                num_over_share = self._num_over_share()
             except Exception:
                 logger.exception("a write to the pool failed")
             if DROPPED in statuses and not queued.is_packed:
                 self._answer(Packed(save.save_id))
             elapsed_ms = (time.monotonic() - started) * 1000
             self._answer(
-                Saved(save.save_id, tuple(statuses), num_bytes, elapsed_ms, num_over_share)
+                Saved(
+                    save.save_id,
+                    tuple(statuses),
+                    num_bytes,
+                    elapsed_ms,
+                    self._num_over_share(),
+                    self._num_file_errors(),
+                )
             )
 
     def _num_bytes(self, save: Save, statuses: Sequence[str]) -> int:
@@ -161,6 +167,12 @@ class Saver:
         over_share = self._tier.num_over_share
         self._last_over_share, before = over_share, self._last_over_share
         return over_share - before
+
+    def _num_file_errors(self) -> int:
+        """Since the last save."""
+        file_errors = self._tier.num_file_errors
+        self._last_file_errors, before = file_errors, self._last_file_errors
+        return file_errors - before
 
     def _save(self, queued: _Queued) -> list[str]:
         """At most what one slot holds."""

@@ -130,6 +130,8 @@ class Tier(ABC):
 
     num_over_share = 0
     """Values that were evicted because their tenant had its share."""
+    num_file_errors = 0
+    """Files that could not be written, on a disk that is full too, or read."""
 
     @classmethod
     @abstractmethod

@@ -536,6 +536,7 @@ def bad_sector(files: FileTier, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_file_that_cannot_be_read_is_stored_again(files: FileTier, bad_sector: Path) -> None:
     assert get(files, 1) == [Status.FAILED]
+    assert files.num_file_errors == 1
     assert not bad_sector.exists()
     assert lookup(files, 1) == [Place.NOWHERE]
     assert put(files, 1) == [Status.OK]
@@ -635,6 +636,7 @@ def test_disk_that_refuses_keeps_nothing(
 ) -> None:
     monkeypatch.setattr(os, "replace", refuse_with(number))
     assert put(files, 1) == [status]
+    assert files.num_file_errors == 1
     assert files.room.used_bytes == 0
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["lock"]
     monkeypatch.undo()

@@ -375,7 +375,8 @@ class Pool:
         stored, hits = counts.get("put_blocks ok", 0), counts.get("lookups hit", 0)
         found = f"{engine}: {stored:.0f} blocks stored, {hits:.0f} lookups hit"
         bad = {key: number for key, number in counts.items() if key.split(" ")[-1] in _POOL_TROUBLE}
-        bad |= {key: number for key, number in counts.items() if key.startswith("breaker_opened")}
+        always = ("breaker_opened", "file_errors")
+        bad |= {key: number for key, number in counts.items() if key.startswith(always)}
         if not bad:
             return ok(self.name, found, **counts)
         listed = ", ".join(f"{key} {number:.0f}" for key, number in bad.items())

@@ -419,6 +419,8 @@ class Saves:
         self._stats.add("pool_put_ms", message.elapsed_ms)
         if message.num_over_share:
             self._stats.add("pool_over_share_blocks", message.num_over_share)
+        if message.num_file_errors:
+            self._stats.add("pool_file_errors", message.num_file_errors)
         self._back_off(Status.FULL.value in message.statuses)
         if save.is_late:
             return

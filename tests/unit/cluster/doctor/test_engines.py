@@ -269,6 +269,9 @@ def test_a_pool_that_works_and_one_that_is_bypassed() -> None:
     [finding] = run(pool, ScriptedEngine(pool=trouble))
     assert finding.verdict is Verdict.WARN
     assert "since its start: breaker_opened get 2" in finding.found
+    [finding] = run(pool, ScriptedEngine(pool={**stored, "file_errors_total{}": 3}))
+    assert finding.verdict is Verdict.WARN
+    assert "since its start: file_errors 3" in finding.found
 
 
 def test_a_router_tells_of_its_engines() -> None:
