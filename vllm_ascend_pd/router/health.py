@@ -208,6 +208,7 @@ class Prober:
         else:
             rank = instance.spec.data_parallel_rank
             instance.load = parse_load(text, rank, asked_at)
+            instance.hit_rate.note(instance.load)
             infos = parse_infos(text, rank)
             instance.runs_at = place_of(infos)
             instance.fingerprint = fingerprint_of(infos)

@@ -102,6 +102,29 @@ class EngineLoad:
     read_at: float = 0
 
 
+class HitRate:
+    """Of an engine's prefix cache in the last ``HIT_RATE_S``, by what it counts since its start."""
+
+    def __init__(self) -> None:
+        self._loads: deque[EngineLoad] = deque()
+
+    def note(self, load: EngineLoad) -> None:
+        if self._loads and load.prefix_queries < self._loads[-1].prefix_queries:
+            self._loads.clear()  # it has started again
+        self._loads.append(load)
+        while len(self._loads) > 2 and self._loads[1].read_at <= load.read_at - HIT_RATE_S:
+            self._loads.popleft()
+
+    @property
+    def value(self) -> float | None:
+        """``None``: nothing was looked up."""
+        if not self._loads:
+            return None
+        first, last = self._loads[0], self._loads[-1]
+        num_queries = last.prefix_queries - first.prefix_queries
+        return (last.prefix_hits - first.prefix_hits) / num_queries if num_queries else None
+
+
 class TokensMadeBy(msgspec.Struct, frozen=True):
     """What decides which tokens an engine gives: as in its registration, if it registers."""
 
@@ -112,6 +135,7 @@ class TokensMadeBy(msgspec.Struct, frozen=True):
 
 MIN_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 8.0
+HIT_RATE_S = 60.0
 PROCESS_ENDED = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.DOWN)
 """What fails when its process ends."""
 MAX_UNEXPLAINED = 10
@@ -164,6 +188,7 @@ class Instance:
         """From the registry; what is in progress goes on."""
         self.num_failures = 0
         self.load = EngineLoad()
+        self.hit_rate = HitRate()
         self.prefix_index: PrefixIndex | None = None
         """What its KV events said, if the policy listens to them."""
         self.errors: deque[RecentError] = deque(maxlen=NUM_RECENT_ERRORS)

@@ -75,7 +75,7 @@ HISTOGRAMS = {
     "handover": "Decode leg to its first byte, for a prompt that another engine computed",
 }
 """Exposed as ``<name>_seconds``."""
-INSTANCE_GAUGES: dict[str, tuple[str, Callable[[InstanceSnapshot], float]]] = {
+INSTANCE_GAUGES: dict[str, tuple[str, Callable[[InstanceSnapshot], float | None]]] = {
     "up": ("1 if it may get requests", lambda i: i.is_available),
     "breaker_open": (
         "0 closed, 0.5 half open, 1 open",
@@ -89,8 +89,8 @@ INSTANCE_GAUGES: dict[str, tuple[str, Callable[[InstanceSnapshot], float]]] = {
     "waiting": ("Requests that the engine queues, by its own metrics", lambda i: i.num_waiting),
     "kv_usage": ("Share of its KV blocks in use, by its own metrics", lambda i: i.kv_usage),
     "prefix_hit_rate": (
-        "Hits of its prefix cache, by its own metrics",
-        lambda i: i.prefix_hit_rate or 0.0,
+        "Hits of its prefix cache in the last minute, by its own metrics; absent without a lookup",
+        lambda i: i.prefix_hit_rate,
     ),
     "prefix_index": (
         "What its KV events tell: 1 exact, 0.5 degraded, else 0",
@@ -186,7 +186,7 @@ class InstanceSnapshot(msgspec.Struct, kw_only=True):
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             kv_usage=load.kv_usage,
-            prefix_hit_rate=load.prefix_hits / load.prefix_queries if load.prefix_queries else None,
+            prefix_hit_rate=instance.hit_rate.value,
             prefix_index=index.state.value if index is not None else None,
             num_prefix_blocks=len(index) if index else 0,
             load_read_at=load.read_at,
@@ -329,7 +329,8 @@ class _Families(Collector):
         for name, (text, read) in INSTANCE_GAUGES.items():
             gauge = GaugeMetricFamily(f"{PREFIX}instance_{name}", text, labels=["instance", "role"])
             for instance in snapshot.instances:
-                gauge.add_metric([instance.instance_id, instance.role], float(read(instance)))
+                if (value := read(instance)) is not None:
+                    gauge.add_metric([instance.instance_id, instance.role], float(value))
             yield gauge
 
 
