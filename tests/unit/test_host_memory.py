@@ -10,7 +10,7 @@ import pytest
 from vllm_ascend_pd import host_memory
 from vllm_ascend_pd.cluster import machine
 from vllm_ascend_pd.config import PoolConfig
-from vllm_ascend_pd.host_memory import available_memory_bytes
+from vllm_ascend_pd.host_memory import available_memory_bytes, resident_memory_bytes
 from vllm_ascend_pd.pool import tier
 
 GIB = 1 << 30
@@ -133,3 +133,9 @@ def test_pool_that_was_told_a_size_for_no_block_says_so(
     assert says in caplog.text
     assert bool(caplog.messages) == bool(says)
     assert not says or "raise it to 33554434 bytes or more" in caplog.text
+
+
+def test_resident_memory_grows_with_what_is_written() -> None:
+    before = resident_memory_bytes()
+    kept = b"x" * (64 << 20)
+    assert resident_memory_bytes() - before > len(kept) // 2

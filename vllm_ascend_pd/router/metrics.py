@@ -11,6 +11,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from vllm_ascend_pd.host_memory import resident_memory_bytes
 from vllm_ascend_pd.router.snapshot import (
     COUNTERS,
     HISTOGRAMS,
@@ -176,4 +177,5 @@ class Metrics:
             self._degraded(),
             *self._recent_ttft.sums(),
             list(self._timelines),
+            resident_memory_bytes(),
         )

@@ -243,6 +243,8 @@ class Snapshot(msgspec.Struct):
     """Sum of their times to the first byte."""
     timelines: list[Timeline] = []
     """Of the requests that ended last, up to ``NUM_TIMELINES``, the oldest first."""
+    memory_bytes: int = 0
+    """Resident."""
 
     def expose(self) -> bytes:
         """In Prometheus' text format."""
@@ -292,6 +294,7 @@ def add_up(ended: Iterable[Snapshot], running: Iterable[Snapshot]) -> Snapshot:
         sum(one.num_recent for one in running),
         sum(one.recent_ttft_s for one in running),
         timelines[-NUM_TIMELINES:],
+        sum(snapshot.memory_bytes for snapshot in running),
     )
 
 
@@ -314,6 +317,7 @@ class _Families(Collector):
             ("requests_in_progress", "Requests in progress", snapshot.num_requests),
             ("requests_waiting", "Of them, those without a first byte", snapshot.num_waiting),
             ("requests_queued", "Requests, and parts of some, without room", snapshot.num_queued),
+            ("memory_bytes", "Resident memory of who serves requests", snapshot.memory_bytes),
         ):
             yield GaugeMetricFamily(PREFIX + name, text, value=value)
         text = "Prompts of up to so many tokens are computed by an idle D, as measured"

@@ -96,6 +96,11 @@ def test_counts_are_added_and_those_of_the_ended_stay() -> None:
     assert total.num_requests == 2
 
 
+def test_memory_is_that_of_the_processes_that_run() -> None:
+    total = add_up([Snapshot(memory_bytes=5)], [Snapshot(memory_bytes=2), Snapshot(memory_bytes=3)])
+    assert total.sample("memory_bytes") == 5
+
+
 def test_histograms_are_added() -> None:
     first, second = Histogram(), Histogram()
     first.observe(0.003)
