@@ -118,3 +118,17 @@ def test_client_cannot_give_a_prompt_back() -> None:
             assert not any(engine.released for engine in engines)
 
     run(test)
+
+
+def test_log_names_the_transfer_that_a_producer_could_not_be_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test() -> None:
+        async with deployed() as deployment:
+            [producer] = [i for i in deployment.router.registry if i.spec.role == "prefill"]
+            await deployment.prefills[0].stop()
+            with deployment.router.relay.releases.unless_taken(producer, "mine", "tiny", ()):
+                pass
+            await until(lambda: any("transfer mine (" in text for text in caplog.messages))
+
+    run(test)

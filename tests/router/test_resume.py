@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -369,7 +370,9 @@ def test_of_several_engines_in_one_page_what_all_say_is_known() -> None:
 
 
 @pytest.mark.parametrize("refusal", ["status(400)", "dead(0)"])
-def test_stream_that_all_engines_refuse_ends(refusal: str) -> None:
+def test_stream_that_all_engines_refuse_ends(
+    refusal: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """An engine of ours says so as an error in its stream; it is not its fault."""
 
     async def test() -> None:
@@ -382,6 +385,9 @@ def test_stream_that_all_engines_refuse_ends(refusal: str) -> None:
             assert sum(i.num_failures for i in d.router.registry) == 1
 
     run(test)
+    refused = [text for text in caplog.messages if "refuses to go on" in text]
+    assert len(refused) == 2 * (refusal == "status(400)")
+    assert all(re.match(r"request \w+: 127.0.0.1:\d+ refuses", text) for text in refused)
 
 
 def test_seeded_stream_that_no_engine_can_go_on_with_exactly_is_sampled_by_option() -> None:

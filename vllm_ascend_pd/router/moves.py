@@ -324,7 +324,8 @@ class Moves:
             found = await self._open(move, instance, handover)
             if not isinstance(found, str):
                 return found
-            logger.info("%s does not take a running request: %s", instance.instance_id, found)
+            who = job.trace.request_id, instance.instance_id
+            logger.info("request %s: %s does not take it while it runs: %s", *who, found)
         if job.promise.kind == "sampled":  # the target's next tokens would be others
             _cut(source)
             await move.source_over.wait()

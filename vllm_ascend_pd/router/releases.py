@@ -55,9 +55,7 @@ class Releases:
             yield kept
         finally:
             if not kept.is_taken and transfer_id is not None:
-                task = asyncio.create_task(
-                    self._give_back(producer, _release(transfer_id, model), headers)
-                )
+                task = asyncio.create_task(self._give_back(producer, transfer_id, model, headers))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -66,31 +64,34 @@ class Releases:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
-    async def _give_back(self, producer: Instance, sent: bytes, headers: Headers) -> None:
+    async def _give_back(
+        self, producer: Instance, transfer_id: str, model: str | None, headers: Headers
+    ) -> None:
         response = await producer.client.request(
             b"POST",
             b"/v1/completions",
             headers,
-            sent,
+            _release(transfer_id, model),
             head_timeout_s=self._timeout_s,
             phase="release",
         )
         if isinstance(response, Failure):
-            self._count(producer, response.kind.value)
+            self._count(producer, transfer_id, response.kind.value)
             return
         try:
             data = await response.read()
         finally:
             response.close()
         failed = isinstance(data, Failure) or response.status >= 400
-        self._count(producer, "failed" if failed else "ok")
+        self._count(producer, transfer_id, "failed" if failed else "ok")
 
-    def _count(self, producer: Instance, outcome: str) -> None:
+    def _count(self, producer: Instance, transfer_id: str, outcome: str) -> None:
         self._metrics.add("releases", outcome)
         if outcome != "ok":
             logger.warning(
-                "%s could not be told that a prompt is not needed (%s): its lease ends by itself",
+                "%s could not be told that nobody needs transfer %s (%s): its lease ends by itself",
                 producer.instance_id,
+                transfer_id,
                 outcome,
             )
 

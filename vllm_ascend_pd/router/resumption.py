@@ -246,7 +246,12 @@ class Resumption:
             admitted = await self.admission.admit(routed, again=True)
         if not isinstance(admitted, Admitted):
             for one, differing in others.items():
-                logger.warning("%s would go on otherwise: its %s", one.instance_id, differing)
+                logger.warning(
+                    "request %s: %s would go on otherwise: its %s",
+                    trace.request_id,
+                    one.instance_id,
+                    differing,
+                )
             is_drawn_otherwise = DRAWS in others.values()
             return "refused" if is_drawn_otherwise and self._takes_less(job) else "unavailable"
         held.enter_context(admitted)
@@ -269,7 +274,8 @@ class Resumption:
             broken.instance, broken.failure = instance, result.failure
             job.suspects.add(result)
             return result.failure.kind.value
-        logger.warning("%s refuses to go on: %.200r", instance.instance_id, result.body)
+        who = trace.request_id, instance.instance_id
+        logger.warning("request %s: %s refuses to go on: %.200r", *who, result.body)
         return self._refused(job, broken, instance)
 
     def _others(self, job: Job, broken: Broken) -> dict[Instance, str]:
