@@ -43,6 +43,9 @@ _INNER_PORT = "VLLM_PORT"
 _TOOL_CALL_PARSER = "--tool-call-parser"
 _CACHED = "--enable-prompt-tokens-details"
 """Answers say how much of the prompt was cached: the router compares that with its estimate."""
+_UNLOGGED = "--disable-access-log-for-endpoints"
+_PROBED = "/health,/metrics,/v1/models"
+"""What the router and Prometheus ask for all the time: else most lines of a log."""
 
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
@@ -264,6 +267,8 @@ def _engine_command(
         words += ["--shutdown-timeout", str(DRAIN_S)]
     if option(engine.words, _CACHED, _CACHED.replace("--", "--no-", 1)) is None:
         words.append(_CACHED)
+    if option(engine.words, _UNLOGGED) is None:
+        words += [_UNLOGGED, _PROBED]
     if engine.memory_bytes is not None:
         words += ["--kv-cache-memory-bytes", str(engine.memory_bytes)]
     words += [

@@ -45,6 +45,7 @@ def test_one_machine() -> None:
     assert option(prefill, "--port") == "9000"
     assert option(prefill, "--served-model-name") == "name"
     assert option(prefill, "--shutdown-timeout") == "30"
+    assert option(prefill, "--disable-access-log-for-endpoints") == "/health,/metrics,/v1/models"
     assert prefill.argv.count("--enable-prompt-tokens-details") == 1
     assert option(prefill, "--kv-cache-memory-bytes") == str(4 * GIB)
     assert transfer_config(prefill) == {
