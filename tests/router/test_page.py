@@ -131,12 +131,16 @@ def test_page_shows_the_way_of_each_request_and_filters_them(tmp_path: Path) -> 
                 (["queue", "prefill"], ["queue", "prefill", "queue", "prefill"]),
                 strict=True,
             ):
-                bars = re.findall(r'title="(\w+) (\S*) ([\d.]+) ms to ([\d.]+) ms"', row)
+                bars = re.findall(r'title="(\w+) (\S*) ([\d.]+) ms to ([\d.]+) ms', row)
                 assert [bar[0] for bar in bars] == [*kinds, "handover", "tokens"]
                 assert {bar[1] for bar in bars[-2:]} == {decode}
                 assert all(float(start) <= float(end) for *_, start, end in bars)
                 assert bars[-2][3] == bars[-1][2]  # the first token
             assert "ok, 2 attempts" in rows["first"]
+            assert (
+                len(re.findall(r'title="prefill [^"]* ms, status: status 500', rows["first"])) == 1
+            )
+            assert "status: " not in rows["second"]
 
             profile = tmp_path / "profile"
             dom = await rendered(f"{d.url}/#filter=SECOND+{decode}+prefill-first", profile)
