@@ -333,8 +333,8 @@ class _Families(Collector):
         for name, (text, read) in INSTANCE_GAUGES.items():
             gauge = GaugeMetricFamily(f"{PREFIX}instance_{name}", text, labels=["instance", "role"])
             for instance in snapshot.instances:
-                if (value := read(instance)) is not None:
-                    gauge.add_metric([instance.instance_id, instance.role], float(value))
+                if (number := read(instance)) is not None:
+                    gauge.add_metric([instance.instance_id, instance.role], float(number))
             yield gauge
 
 
