@@ -104,6 +104,8 @@ class ScriptedEngine:
     """More are refused."""
     max_model_len: int = 1_000_000
     """What it says of itself."""
+    models_status: int = 200
+    """To who asks for its models."""
     load_s: float = 0.0
     """Seconds until the KV of a prompt that another engine computed is there."""
     num_cached_tokens: int | None = None
@@ -198,6 +200,8 @@ class ScriptedEngine:
                 await reader.read()
                 return False
             writer.write(whole_answer(200 if self.is_healthy else 503, b""))
+        elif path == "/v1/models" and self.models_status != 200:
+            writer.write(error(self.models_status, "scripted"))
         elif path == "/v1/models":
             more = {"object": "model", "max_model_len": self.max_model_len}
             parents = self.adapters

@@ -34,6 +34,7 @@ from vllm_ascend_pd.router.incoming import (
     BodyError,
     forwarded_headers,
     request_id,
+    was_here,
 )
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
 from vllm_ascend_pd.router.legs import Legs
@@ -72,6 +73,10 @@ logger = logging.getLogger(__name__)
 
 OWN_PATHS = dict.fromkeys((*APIS, BATCH), ("POST",)) | {"/v1/models": ("GET", "HEAD")}
 """Below ``/v1/``, and their methods; the rest there is passed on."""
+LOOP = (
+    "this request was sent by this router itself: one of its engines is a router, this one or one"
+    " that has it as an engine. Give the URLs of engines (--prefill, --decode, --instances)"
+)
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 CLOSE_S = 1.0
 """For requests that were cancelled when the router stops, and then for prompts that are given back
@@ -262,7 +267,13 @@ class Router:
         try:
             if not self._is_authorized(request):
                 return self._refuse(trace, 401, "unauthorized", "a valid API key is needed")
-            trace.headers = forwarded_headers(request, trace.request_id, self._engine_authorization)
+            if was_here(request, self.config.router_id):
+                response = self._refuse(trace, 508, "loop", LOOP)
+                trace.outcome = "failed"
+                return response
+            trace.headers = forwarded_headers(
+                request, trace.request_id, self._engine_authorization, self.config.router_id
+            )
             trace.tenant = self.tenants.of(request) if self.tenants else None
             trace.counts_tokens = self._counts_tokens
             with self.tracing.request(trace), in_progress(trace.tenant) as refused:
@@ -399,6 +410,7 @@ class Router:
             self.tenants.refresh()
         self.registered.refresh_secrets()
         await self._alone.expire(now)
+        self.health.look()
         if self._roles is not None:
             await self._roles.look(now)
         if self.config.rebalance == "load":

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import pickle
+import secrets
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
@@ -29,6 +31,11 @@ Rebalance = Literal["off", "load"]
 REBALANCE: tuple[Rebalance, ...] = get_args(Rebalance)
 
 
+def _check_seconds(option: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{option} must be a positive number of seconds, not {value:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class Timeouts:
     """Seconds that each phase of a request may take."""
@@ -51,8 +58,8 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            if not getattr(self, option.name) > 0:
-                raise ConfigError(f"timeout {option.name} must be positive")
+            name = f"--{option.name.removesuffix('_s').replace('_', '-')}-timeout"
+            _check_seconds(name, getattr(self, option.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class Retries:
 
     def __post_init__(self) -> None:
         if self.max_attempts < 1:
-            raise ConfigError("max_attempts must be at least 1")
+            raise ConfigError(f"--max-attempts must be at least 1, not {self.max_attempts}")
         if self.resume not in RESUME_MODES or self.max_resumes < 1:
             raise ConfigError(
                 f"--resume-streams {self.resume!r}: one of {', '.join(RESUME_MODES)};"
@@ -95,11 +102,9 @@ class Queueing:
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.max_requests < 1 or self.max_queued < 0 or not self.timeout_s > 0:
-            raise ConfigError(
-                "--max-requests must be at least 1, --max-queued not negative, --queue-timeout"
-                " positive"
-            )
+        if self.max_requests < 1 or self.max_queued < 0:
+            raise ConfigError("--max-requests must be at least 1, --max-queued not negative")
+        _check_seconds("--queue-timeout", self.timeout_s)
 
     def share(self, num_workers: int) -> Queueing:
         """Of one of several workers."""
@@ -121,10 +126,11 @@ class Probes:
     refused connection is enough by itself."""
 
     def __post_init__(self) -> None:
-        if min(self.interval_s, self.timeout_s) <= 0 or self.failure_threshold < 1:
-            raise ConfigError("probe interval, timeout and failure threshold must be positive")
-        if not self.load_interval_s >= 0:
-            raise ConfigError("--engine-stats-interval must not be negative")
+        _check_seconds("--probe-interval", self.interval_s)
+        if self.timeout_s <= 0 or self.failure_threshold < 1:
+            raise ConfigError("probe timeout and failure threshold must be positive")
+        if not 0 <= self.load_interval_s < math.inf:
+            raise ConfigError("--engine-stats-interval must be some seconds, or 0 for each probe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +240,8 @@ class RouterConfig:
     max_body_bytes: int = 64 << 20
     cors: CORS = field(default_factory=CORS)
     tls: TLS = field(default_factory=TLS)
+    router_id: str = field(default_factory=lambda: secrets.token_hex(8), init=False, compare=False)
+    """By which a request that was here already is known, whichever worker gets it."""
     skip: SkipMode = "auto"
     """When D computes a prompt itself. ``held``: all but its last block is in D's prefix cache, as
     the policy ``prefix-aware`` knows. ``auto``: that, and prompts so short that D computes them
@@ -246,6 +254,16 @@ class RouterConfig:
             raise ConfigError(f"--roles {self.roles!r}: one of {', '.join(ROLES)}")
         if self.rebalance not in REBALANCE:
             raise ConfigError(f"--rebalance {self.rebalance!r}: one of {', '.join(REBALANCE)}")
+        if self.rebalance != "off" and self.retries.resume == "off":
+            raise ConfigError(
+                "--rebalance load moves answers, and with --resume-streams off none can move: leave"
+                " out one of the two"
+            )
+        if self.require_prefill and self.skip == "always":
+            raise ConfigError(
+                "--skip-prefill always has D compute every prompt, and --require-prefill none:"
+                " leave out one of the two"
+            )
         if self.planning is not None and self.roles != "auto":
             raise ConfigError("--profile is for --roles auto")
         if self.roles == "auto" and self.num_workers > 1:

@@ -21,6 +21,7 @@ from vllm_ascend_pd.router.instances import EngineLoad, Instance, InstanceSpec, 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from vllm_ascend_pd.registration import Role
     from vllm_ascend_pd.router.config import Probes
     from vllm_ascend_pd.router.http_client import EngineClient, Headers
 
@@ -37,8 +38,10 @@ _LOADS = (
     b"prefix_cache_queries_total",
     b"prefix_cache_hits_total",
 )
-_TELLS = (b"pd_engine_info", b"pd_tokens_made_by")
-_TOLD = re.compile(rb'(?:^|,)(epoch|kv_endpoint|fingerprint|part|adapter|value)="([^"\\]*)"')
+_OF_ROUTERS = b"pd_router_requests_in_progress"
+_TELLS = (b"pd_engine_info", b"pd_tokens_made_by", _OF_ROUTERS)
+_TOLD = re.compile(rb'(?:^|,)(epoch|kv_endpoint|fingerprint|role|part|adapter|value)="([^"\\]*)"')
+_DOES = {"kv_producer": ("prefill",), "kv_consumer": ("decode",)}
 
 
 class _Model(msgspec.Struct):
@@ -83,6 +86,8 @@ class Prober:
         self._servers: dict[str, _Server] = {}
         """By URL."""
         self._asked: set[Instance] = set()
+        self._suspected: dict[Instance, str] = {}
+        """What the last look at its metrics has raised, which the next one may clear."""
 
     def has_asked(self, instance: Instance) -> bool:
         """Whether it has answered a probe, or not answered one."""
@@ -103,6 +108,7 @@ class Prober:
 
     def _stop(self, instance: Instance) -> None:
         self.models.pop(instance, None)
+        self._suspected.pop(instance, None)
         self._asked.discard(instance)
         if task := self._tasks.pop(instance, None):
             task.cancel()
@@ -137,6 +143,7 @@ class Prober:
                     num_rounds = (num_rounds + 1) % MODELS_EVERY
                 elif num_failed:
                     num_rounds = 0  # it may come back as another engine
+                    instance.was_away()
                     self._servers[instance.spec.url].reading = None
                 self._asked.add(instance)
             except Exception:
@@ -172,7 +179,8 @@ class Prober:
     async def _probe(self, instance: Instance) -> Failure | None:
         result = await self._get(self._clients[instance], b"/health")
         if isinstance(result, Failure):
-            return result
+            hint = _hint_of_tls(result, instance.spec.url)
+            return Failure(result.kind, f"{result.detail}; {hint}") if hint else result
         status, _ = result
         if status >= 500:
             return Failure(FailureKind.STATUS, f"/health: {status}")
@@ -180,7 +188,11 @@ class Prober:
 
     async def _read_models(self, instance: Instance) -> None:
         result = await self._get(self._clients[instance], b"/v1/models")
-        if isinstance(result, Failure) or result[0] != 200:
+        if isinstance(result, Failure):
+            return
+        if result[0] != 200:
+            fix = ": give the router --engine-api-key-file" if result[0] in (401, 403) else ""
+            instance.doubt(f"/v1/models: status {result[0]}, so nobody knows what it serves{fix}")
             return
         try:
             models = msgspec.json.decode(result[1], type=_Models)
@@ -213,6 +225,21 @@ class Prober:
             instance.runs_at = place_of(infos)
             instance.fingerprint = fingerprint_of(infos)
             instance.tokens_made_by = parse_makers(text, rank)
+            self._doubt(instance, infos, text)
+
+    def _doubt(self, instance: Instance, infos: Sequence[dict[str, str]], text: bytes) -> None:
+        """Whether it says something else of itself than how it is used. What only one look shows
+        may be an engine that has begun a moment ago."""
+        before, found = self._suspected.get(instance), misuse(instance.spec.role, infos, text)
+        if found is None and not infos and any(one.told_fingerprint for one in self._tasks):
+            found = (
+                "its /metrics have no vllm:pd_engine_info, as other engines have it: without"
+                " kv_connector InEngine in its --kv-transfer-config no KV comes from it or goes to"
+                " it; see vllm-pd doctor"
+            )
+        if found is not None and found == before:
+            instance.doubt(found)
+        self._suspected[instance] = found or ""
 
     async def _read_metrics(self, client: EngineClient) -> bytes | None:
         result = await self._get(client, b"/metrics")
@@ -222,6 +249,19 @@ class Prober:
 
     async def _get(self, client: EngineClient, target: bytes) -> tuple[int, bytes] | Failure:
         return await client.fetch(b"GET", target, self._headers, b"", self._probes.timeout_s)
+
+
+def _hint_of_tls(failure: Failure, url: str) -> str | None:
+    """Where what failed may be that one side speaks TLS and the other one does not."""
+    if url.startswith("http://"):
+        if failure.kind is FailureKind.DISCONNECT:
+            return "if it serves https (--ssl-certfile), give its URL as https://"
+        return None
+    if "WRONG_VERSION_NUMBER" in failure.detail:
+        return "if it serves http, give its URL as http://"
+    if "CERTIFICATE_VERIFY_FAILED" in failure.detail:
+        return "give the router the CA of its certificate with --engine-ca"
+    return None
 
 
 def _is_needed(instance: Instance) -> bool:
@@ -313,6 +353,23 @@ def _labels_of(name: bytes, text: bytes, rank: int | None) -> list[dict[str, str
         for labels, value in _series(b"\n" + text, name, rank)
         if value == 1
     ]
+
+
+def misuse(role: Role, infos: Sequence[dict[str, str]], text: bytes) -> str | None:
+    """What its ``/metrics`` say against its use as ``role``."""
+    if any(_lines(b"\n" + text, _OF_ROUTERS)):
+        return (
+            "it is a router, not an engine: it drops kv_transfer_params, so no KV is handed over."
+            " Give the URLs of the engines behind it"
+        )
+    for kv_role in sorted(info.get("role", "") for info in infos):
+        does = _DOES.get(kv_role)
+        if does is not None and role not in does:
+            return (
+                f"it is used for {role} and its kv_role is {kv_role}: no KV is handed over. Change"
+                " its kv_role, or its role here"
+            )
+    return None
 
 
 def place_of(infos: Sequence[dict[str, str]]) -> RunningAt | None:

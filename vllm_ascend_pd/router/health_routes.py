@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.health import Prober
     from vllm_ascend_pd.router.selection import Selector
 
+logger = logging.getLogger(__name__)
+
 
 class HealthRoutes:
     """Event loop thread."""
@@ -26,6 +29,8 @@ class HealthRoutes:
         self._prober = prober
         self._is_draining = is_draining
         self._has_started = False
+        self._without_pair: dict[str, str] = {}
+        """Models, and why, as the log knows it."""
 
     def add_routes(self, app: web.Application) -> None:
         for path in ("/health", "/health/ready", "/ping"):
@@ -33,6 +38,23 @@ class HealthRoutes:
         app.router.add_post("/ping", self._ready)
         app.router.add_get("/health/live", self._alive)
         app.router.add_get("/health/startup", self._started)
+
+    def look(self) -> None:
+        """Called every second or so: clients do not notice that one engine alone computes prompts
+        and answers."""
+        if not self._know_all():
+            return
+        before, self._without_pair = self._without_pair, self._selector.degraded()
+        for model, why in self._without_pair.items():
+            if before.get(model) != why:
+                obstacle = self._selector.obstacle(model or None)
+                logger.warning("model %r has no P and D (%s): %s", model, why, obstacle)
+        for model in before.keys() - self._without_pair.keys():
+            logger.info("model %r has a P and a D", model)
+
+    def _know_all(self) -> bool:
+        """Whether each engine has been asked once how it is."""
+        return all(self._prober.has_asked(instance) for instance in self._selector.registry)
 
     async def _ready(self, request: web.Request) -> web.Response:
         """Whether a request would be answered now, for one model at least."""
@@ -53,8 +75,8 @@ class HealthRoutes:
         return web.json_response({"status": "ok"})
 
     async def _started(self, request: web.Request) -> web.Response:
-        """Whether each engine has been asked once how it is: what readiness says then is known."""
-        if all(self._prober.has_asked(instance) for instance in self._selector.registry):
+        """Whether what readiness says is known."""
+        if self._know_all():
             self._has_started = True
         if self._has_started:
             return await self._alive(request)

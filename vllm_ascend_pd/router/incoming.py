@@ -21,6 +21,8 @@ ORDER_TIMEOUT_S = 5.0
 """For the body of an order, or of a registration."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_ROUTERS = "x-vllm-pd-routers"
+"""Through which a request has come, by their ids."""
 _NOT_FORWARDED = HOP_BY_HOP | {
     b"accept-encoding",
     b"content-encoding",
@@ -31,6 +33,7 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"origin",  # the router answers other origins itself
     RANK_HEADER.lower().encode(),  # the router chooses
     REQUEST_ID,
+    _ROUTERS.encode(),
 }
 
 
@@ -61,18 +64,25 @@ def session_of(request: web.Request, key: str | None) -> str | None:
     return None
 
 
+def was_here(request: web.Request, router_id: str) -> bool:
+    """Whether this router has sent it, to an engine that turned out to be itself, or another router
+    that has it as an engine."""
+    return router_id in request.headers.get(_ROUTERS, "").split(",")
+
+
 def forwarded_headers(
-    request: web.Request, identifier: str, authorization: bytes | None
+    request: web.Request, identifier: str, authorization: bytes | None, router_id: str
 ) -> list[tuple[bytes, bytes]]:
     """The client's headers for an engine, tracing ones too. ``authorization`` replaces the
     client's, if it is given."""
+    routers = ",".join(filter(None, (request.headers.get(_ROUTERS), router_id)))
     headers = [
         (name, value)
         for name, value in request.raw_headers
         if name.lower() not in _NOT_FORWARDED
         and not (authorization is not None and name.lower() == b"authorization")
     ]
-    headers.append((REQUEST_ID, identifier.encode()))
+    headers += [(REQUEST_ID, identifier.encode()), (_ROUTERS.encode(), routers.encode())]
     if authorization is not None:
         headers.append((b"authorization", authorization))
     return headers

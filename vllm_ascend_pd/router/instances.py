@@ -192,6 +192,8 @@ class Instance:
         self.prefix_index: PrefixIndex | None = None
         """What its KV events said, if the policy listens to them."""
         self.errors: deque[RecentError] = deque(maxlen=NUM_RECENT_ERRORS)
+        self._doubts: set[str] = set()
+        """As they were told."""
 
     def watch(self, changed: set[Instance]) -> None:
         """Be in this set, from now on after every change."""
@@ -264,6 +266,17 @@ class Instance:
             "grammars": spec.grammars or told.grammars,
         }
         return made_by(self.told_fingerprint or "", **parts)
+
+    def doubt(self, text: str) -> None:
+        """Nothing fails, and yet it is not used as it should be; told once, until it was away."""
+        if text not in self._doubts:
+            self._doubts.add(text)
+            self.errors.append(RecentError(time.time(), text))
+            logger.warning("%s: %s", self.instance_id, text)
+
+    def was_away(self) -> None:
+        """It may come back as another engine."""
+        self._doubts.clear()
 
     def failed(self, failure: Failure, what: str) -> None:
         """A leg or a probe failed. Where the request may be to blame, who sent it says so when it

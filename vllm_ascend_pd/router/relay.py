@@ -53,6 +53,14 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.trace import Trace
     from vllm_ascend_pd.router.tracing import Tracing
 
+_KEY = "; give all engines the same --api-key, and the router --engine-api-key-file"
+_REFUSALS = {
+    "status 400": "; do both have the same options (--max-model-len, --enable-lora and so on)?",
+    "status 401": _KEY,
+    "status 403": _KEY,
+    "status 404": "; give both the same --served-model-name and adapters",
+}
+"""What may be to do where P refuses what D answers."""
 RESUMES = "x-resumes"
 """A stream's header: what is promised if its engine dies."""
 
@@ -82,6 +90,8 @@ class Job:
     """What failed by 5xx, as the request may have made it."""
     has_answer: bool = False
     """A good one has begun."""
+    refused: LegFailed | None = None
+    """A prefill leg that its engine answered 4xx."""
 
     def failed(self, leg: LegFailed) -> None:
         if leg.failure.kind is FailureKind.STATUS:
@@ -95,6 +105,12 @@ class Job:
         for one in self.suspects:
             one.instance.blame(one.failure, one.leg)
         self.suspects.clear()
+        if self.refused is not None:
+            failure = self.refused.failure
+            self.refused.instance.doubt(
+                f"prefill: {failure}, and a decode engine answers that request: it computes such"
+                f" prompts itself{_REFUSALS.get(failure.detail, '')}"
+            )
 
     def record(self) -> Transcript | None:
         """Of a stream that begins now, if it may have to go on elsewhere."""
@@ -168,6 +184,7 @@ class Relay:
     def _goes_on(self, job: Job, failed: LegFailed) -> bool:
         """Whether there is one more attempt, and of which kind."""
         if failed.failure.kind is FailureKind.REFUSED:
+            job.refused = failed
             job.routed.alone = (
                 "prefill_refused"  # D says what is wrong with the request, or answers it
             )

@@ -125,9 +125,19 @@ class Selector:
 
     def _may(self, kind: Kind, instance: Instance) -> bool:
         """Whether it can do this, and gets requests."""
-        spec, labels = instance.spec, getattr(self.labels, kind)
-        can = spec.role in (kind, "both") and instance.is_available
-        return can and (not labels or spec.labels.get("model") in labels)
+        can = instance.spec.role in (kind, "both") and instance.is_available
+        return can and self._is_chosen(kind, instance)
+
+    def _is_chosen(self, kind: Kind, instance: Instance) -> bool:
+        """By its label, for this kind of work."""
+        labels: frozenset[str] = getattr(self.labels, kind)
+        return not labels or instance.spec.labels.get("model") in labels
+
+    def _is_left_out(self, instance: Instance) -> bool:
+        """By its label, of all that it can do."""
+        kinds: tuple[Kind, ...] = ("prefill", "decode")
+        can = [kind for kind in kinds if instance.spec.role in (kind, "both")]
+        return not any(self._is_chosen(kind, instance) for kind in can)
 
     def decode(self, request: Routed) -> Instance | Unavailable:
         """One engine, for what needs no room."""
@@ -208,6 +218,12 @@ class Selector:
             found[model] = why[servers]
         return found
 
+    def obstacle(self, model: str | None) -> str:
+        """Why no pair would get a request for it now, for a person."""
+        request = Routed(model=model)
+        prefills, decodes = self._usable("prefill", request), self._usable("decode", request)
+        return self._no_pair(prefills, decodes, model).message
+
     def degraded(self) -> dict[str, str]:
         """Models that no pair serves now, and why; ``""`` stands for all if no engine told of
         one."""
@@ -251,11 +267,14 @@ class Selector:
         waits = [i.breaker.backoff_s for i in instances if i.spec.state == "ready"]
         after = max(1, math.ceil(min(waits))) if waits else UNKNOWN_RETRY_AFTER_S
         what = f" for model {model!r}" if any(i.models for i in instances) else ""
-        return Unavailable(
+        found = (
             f"no {role} instance{what} is available: {len(instances)} known,"
-            f" {sum(i.spec.state == 'draining' for i in instances)} draining",
-            after,
+            f" {sum(i.spec.state == 'draining' for i in instances)} draining"
         )
+        if num_left_out := sum(map(self._is_left_out, instances)):
+            options = "--prefill-model-labels or --decode-model-labels"
+            found += f", {num_left_out} without a label 'model' that {options} names"
+        return Unavailable(found, after)
 
 
 def _with_partner(prefills: Sequence[Instance], decodes: Sequence[Instance]) -> Sequence[Instance]:
