@@ -362,7 +362,7 @@ def test_engine_that_answers_no_probe_but_sends_is_there() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("option", [{"max_requests": 0}, {"max_queued": -1}, {"timeout_s": 0}])
+@pytest.mark.parametrize("option", [{"max_requests": 0}, {"max_queued": -1}])
 def test_wrong_limits_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="--max-requests must be"):
         Queueing(**option)

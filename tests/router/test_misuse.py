@@ -216,7 +216,11 @@ WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
         {"prefill_s": float("nan")},
     ),
     "--first-token-timeout": (Timeouts, {"first_token_s": float("inf")}),
-    "--queue-timeout": (Queueing, {"timeout_s": float("inf")}),
+    "--queue-timeout must be a positive number of seconds, not inf": (
+        Queueing,
+        {"timeout_s": float("inf")},
+    ),
+    "--queue-timeout must be a positive number of seconds, not 0": (Queueing, {"timeout_s": 0}),
     "--probe-interval": (Probes, {"interval_s": float("inf")}),
     "--max-attempts": (Retries, {"max_attempts": 0}),
 }

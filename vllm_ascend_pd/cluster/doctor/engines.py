@@ -32,6 +32,7 @@ MAX_CLOCK_SKEW_S = 2.0
 _TIMEOUT = aiohttp.ClientTimeout(total=60, sock_connect=10)
 """A busy engine answers late; a host that is not there does not hold the examination up."""
 _INFO = "vllm:pd_engine_info"
+_OF_ROUTERS = "vllm:pd_router_requests_in_progress"
 _POOL_TROUBLE = ("failed", "bypassed", "full")
 """Outcomes of lookups, loads and puts that somebody should know of."""
 _ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
@@ -93,6 +94,9 @@ class Engine:
     """Why it cannot be asked."""
     version: str = ""
     model: str = ""
+    models: frozenset[str] = frozenset()
+    """All names that it serves: that one's others, and adapters."""
+    is_router: bool = False
     max_model_len: int = 0
     info: dict[str, str] = field(default_factory=dict)
     """Labels of ``vllm:pd_engine_info``."""
@@ -206,9 +210,12 @@ async def ask(web: Web, engine: Engine) -> None:
     try:
         await web.text(f"{engine.url}/health")
         engine.version = str((await web.json(f"{engine.url}/version"))["version"])
-        model = (await web.json(f"{engine.url}/v1/models"))["data"][0]
+        models = (await web.json(f"{engine.url}/v1/models"))["data"]
+        engine.models = frozenset(str(model["id"]) for model in models)
+        model = models[0]
         engine.model, engine.max_model_len = str(model["id"]), int(model["max_model_len"])
-        engine.info = find_info(await web.text(f"{engine.url}/metrics"), engine.rank)
+        page = await web.text(f"{engine.url}/metrics")
+        engine.info, engine.is_router = find_info(page, engine.rank), _OF_ROUTERS in page
     except (*ERRORS, KeyError, IndexError, TypeError) as e:
         engine.error = reason_of(e)
 
@@ -248,8 +255,8 @@ class Reachable:
         findings = []
         for engine in self._engines:
             if engine.error:
-                fix = f"curl -i {engine.url}/health; then see its log"
-                findings.append(fail(self.name, f"{engine}: {engine.error}", fix, url=engine.url))
+                found = f"{engine}: {engine.error}"
+                findings.append(fail(self.name, found, _fix_of(engine), url=engine.url))
             else:
                 found = f"{engine}: vLLM {engine.version} serves {engine.model}"
                 findings.append(ok(self.name, found, url=engine.url, version=engine.version))
@@ -266,6 +273,12 @@ class Reachable:
         return findings
 
 
+def _fix_of(engine: Engine) -> str:
+    if engine.error.startswith("401"):
+        return "name a file with the key that it wants with --api-key-file"
+    return f"curl -i {engine.url}/health; then see its log"
+
+
 class InEngine:
     """Whether each engine runs our code, in the role that it is used for."""
 
@@ -278,6 +291,9 @@ class InEngine:
         return [self._judge(engine) for engine in self._engines]
 
     def _judge(self, engine: Engine) -> Finding:
+        if engine.is_router:
+            found = f"{engine} is a router, not an engine: it drops kv_transfer_params"
+            return fail(self.name, found, "give the URLs of the engines behind it")
         if not engine.info:
             return fail(
                 self.name,

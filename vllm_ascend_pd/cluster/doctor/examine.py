@@ -12,7 +12,14 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from vllm_ascend_pd.cluster.doctor import deployment, engines, host, moves, transfers
+from vllm_ascend_pd.cluster.doctor import (
+    deployment,
+    engines,
+    host,
+    moves,
+    requests,
+    transfers,
+)
 from vllm_ascend_pd.cluster.doctor.bandwidth import Bandwidth
 from vllm_ascend_pd.cluster.doctor.bring_up import BringUp
 from vllm_ascend_pd.cluster.doctor.findings import (
@@ -137,6 +144,7 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
         engines.Reachable(known),
         engines.InEngine(known),
         engines.Fitting(known),
+        requests.SameRequests(web, known),
         engines.ClockSkew(web, known),
         transfers.Transfer(web, known),
     ]

@@ -37,7 +37,7 @@ _FIXES = {
     "unauthenticated": "give P and D the same security.secret_file",
     "incompatible": "see the check that failed above, or the warning in D's log",
     "wrong_epoch": "P was restarted meanwhile; run the doctor again",
-    "lease_expired": "raise transfer.lease_s on P, or see what holds D up",
+    "lease_expired": "give P and D one transfer.lease_s, a higher one, or see what holds D up",
     "not_arrived": "see why the router's request did not reach P",
     "hash_mismatch": "start both sides with the same hash algorithm and PYTHONHASHSEED",
     "checksum": "look at the network and the memory of both hosts",

@@ -38,6 +38,12 @@ class ScriptedEngine:
         self.provenance: dict[str, Any] | None = PROVENANCE
         self.text = "abcd"
         self.model = "tiny"
+        self.more_models: list[str] = []
+        self.max_model_len = 4096
+        self.key: str | None = None
+        self.tokens: dict[str, list[int] | None] = {"prompt": [1, 2], "messages": [3, 4]}
+        """Of a text and of a chat; ``None``: it refuses."""
+        self.epoch = ""
         self.healthy = True
         self.dates: list[str] = []
         """Of its next answers; then the time."""
@@ -59,6 +65,7 @@ class ScriptedEngine:
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/v1/completions", self._complete)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/instances", self._instances)
         return app
 
@@ -69,8 +76,17 @@ class ScriptedEngine:
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": "0.30.0"})
 
-    async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": self.model, "max_model_len": 4096}]})
+    async def _models(self, request: web.Request) -> web.Response:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        names = (self.model, *self.more_models)
+        entries = [{"id": name, "max_model_len": self.max_model_len} for name in names]
+        return web.json_response({"data": entries})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        asked = (self.tokens.keys() & (await request.json()).keys()).pop()
+        tokens = self.tokens[asked]
+        return web.json_response({"tokens": tokens}, status=400 if tokens is None else 200)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         lines = ["# TYPE vllm:pd_requests_total counter"]
@@ -83,7 +99,7 @@ class ScriptedEngine:
             lines.append(f"vllm:pd_pool_{name} {number}")
         if self.fingerprint is not None:
             labels = f'role="{self.kv_role}",kv_endpoint="",fingerprint="{self.fingerprint}"'
-            labels += f',pool_master="{self.pool_master}"'
+            labels += f',pool_master="{self.pool_master}",epoch="{self.epoch}"'
             lines += ["# TYPE vllm:pd_engine_info gauge", f"vllm:pd_engine_info{{{labels}}} 1.0"]
         return web.Response(text="\n".join(lines) + "\n")
 

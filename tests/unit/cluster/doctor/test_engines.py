@@ -179,6 +179,25 @@ def test_an_engine_that_is_not_ours() -> None:
     assert alone.verdict is Verdict.SKIPPED
 
 
+class RouterInstead(ScriptedEngine):
+    """It answers as a router does to who takes it for an engine."""
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text="vllm:pd_router_requests_in_progress 0.0\n")
+
+
+def test_a_router_in_the_place_of_an_engine() -> None:
+    [finding] = failed(run(in_engine, RouterInstead()))
+    assert "prefill-0 is a router, not an engine" in finding.found
+    assert "URLs of the engines" in finding.fix
+
+
+def test_an_engine_that_wants_a_key() -> None:
+    first, _ = failed(run(reachable, ScriptedEngine(key="secret")))
+    assert first.found.startswith("prefill-0: 401")
+    assert "--api-key-file" in first.fix
+
+
 def test_a_wrong_role() -> None:
     [finding] = failed(run(in_engine, ScriptedEngine("kv_consumer")))
     assert finding.found == "prefill-0 is used for prefill and its kv_role is kv_consumer"
