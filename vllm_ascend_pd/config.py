@@ -180,6 +180,12 @@ class TransferConfig(msgspec.Struct, frozen=True):
     that reaches the peer."""
 
     def __post_init__(self) -> None:
+        if self.lease_s > self.max_lease_s:
+            raise ConfigError(
+                f"transfer.lease_s {self.lease_s:g} is longer than transfer.max_lease_s"
+                f" {self.max_lease_s:g}, after which a prompt is given up in any case: raise that,"
+                " too"
+            )
         if self.transport is Transport.SHARED_MEMORY and self.protocol is not WireProtocol.TCP:
             raise ConfigError(
                 f"transfer.transport shared_memory moves nothing over transfer.protocol"
@@ -395,6 +401,11 @@ class PoolConfig(msgspec.Struct, frozen=True):
                 f" not {self.dram_size} bytes"
             )
         self._check_tiers()
+        if not self.get and not self.put:
+            raise ConfigError(
+                "pool.get and pool.put are both false, so the pool does nothing: leave one out, or"
+                " the whole pool"
+            )
         if self.save is PoolSave.EVICTION and not self.put_decoded:
             raise ConfigError(
                 "pool.put_decoded false needs pool.save write_through: an evicted block does not"
@@ -482,7 +493,7 @@ def _is_url(value: str) -> bool:
         return False
 
 
-def _check_forward(extra: _ExtraConfig, role: Role) -> None:
+def _check_forward(extra: _ExtraConfig, role: Role, own_host: str, own_port: int) -> None:
     if not extra.forward.peers:
         return
     if role is not Role.BOTH:
@@ -497,6 +508,12 @@ def _check_forward(extra: _ExtraConfig, role: Role) -> None:
             " the requests of an engine that ends"
         )
     for peer in extra.forward.endpoints:
+        is_chosen = own_port not in (0, DEFAULT_KV_PORT)
+        if is_chosen and (peer.host, peer.port) == (own_host, own_port):
+            raise ConfigError(
+                f"forward.peers: {peer.host}:{peer.port} is this engine (kv_ip and kv_port): name"
+                " others only"
+            )
         if not extra.security.allows(peer.host):
             raise ConfigError(f"forward.peers: {peer.host!r} {NOT_ALLOWED}")
 
@@ -597,7 +614,7 @@ class PDConfig(_ExtraConfig, frozen=True, kw_only=True):
                 f"router.role: leave it out, for kv_role {role.value} decides, or set kv_role to"
                 " kv_both"
             )
-        _check_forward(extra, role)
+        _check_forward(extra, role, host, config.kv_port)
         return cls(
             role=role,
             engine_id=config.engine_id or "",

@@ -57,6 +57,15 @@ def test_peers_to_forward_to_are_of_engines_of_both_roles() -> None:
         parse(kv_role="kv_consumer", kv_connector_extra_config=extra)
 
 
+def test_engine_forwards_to_others() -> None:
+    extra = {"forward": {"peers": ["127.0.0.1:7"]}, "security": {"secret_file": "s"}}
+    with pytest.raises(ConfigError, match=r"forward\.peers: 127\.0\.0\.1:7 is this engine"):
+        parse(kv_port=7, kv_connector_extra_config=extra)
+    # The default port may be another engine's of this host.
+    extra["forward"] = {"peers": [f"127.0.0.1:{DEFAULT_KV_PORT}"]}
+    assert parse(kv_connector_extra_config=extra).forward.peers
+
+
 def test_nothing_set_works_on_one_machine() -> None:
     config = parse()
     assert config.host == "127.0.0.1"
@@ -194,6 +203,11 @@ def test_config_is_frozen() -> None:
             {"forward": {"peers": ["10.0.0.1:7"]}, "security": {"secret_file": "s"}},
             "forward.peers: '10.0.0.1' is neither a loopback address nor in",
         ),
+        (
+            {"transfer": {"lease_s": 600}},
+            "transfer.lease_s 600 is longer than transfer.max_lease_s 300",
+        ),
+        ({"pool": {"get": False, "put": False}}, "pool.get and pool.put are both false"),
         ({"security": {"peers": []}}, r"security: unknown keys \['peers'\]; valid"),
         ({"transfer": 5}, "transfer must be a mapping, not int"),
         ({"transfer": None}, "transfer must be a mapping, not NoneType"),

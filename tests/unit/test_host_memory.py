@@ -10,6 +10,7 @@ import pytest
 from vllm_ascend_pd import host_memory
 from vllm_ascend_pd.cluster import machine
 from vllm_ascend_pd.config import PoolConfig
+from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.host_memory import available_memory_bytes, resident_memory_bytes
 from vllm_ascend_pd.pool import tier
 
@@ -97,6 +98,15 @@ def test_system_without_cgroups_has_what_is_available(root: Path) -> None:
     v2(root / "sys/fs/cgroup", 8 * GIB, 3 * GIB)
     write(root / "sys/fs/cgroup/memory.stat", "anon 1\n")
     assert available_memory_bytes(root) == 40 * GIB
+
+
+def test_pool_that_is_more_than_there_is_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "available_memory_bytes", lambda: 64 << 20)
+    half = PoolConfig(dram_size=32 << 20)
+    assert tier.Opening(half, num_workers=2).memory_bytes() == 32 << 20
+    more = PoolConfig(dram_size=(32 << 20) + 1)
+    with pytest.raises(ConfigError, match=r"pool.dram_size, 67108866 bytes, .* 67108864 bytes"):
+        tier.Opening(more, num_workers=2).memory_bytes()
 
 
 def test_pool_that_holds_nothing_says_so(

@@ -102,17 +102,25 @@ class RouterOperator:
             message = f"no router answers at {self.url} ({why}): give it with --router"
             raise RouterAway(message) from e
         if response.status >= 400:
+            kind_of_error, message = _error(body)
+            if response.status in (404, 405) and kind_of_error != "not_found":
+                raise ConfigError(
+                    f"{method} {url}: {response.status}: {self.url} answers, and not as a router"
+                    " does: give the URL of a router with --router, not that of an engine"
+                )
             hint = " (--token-file)" if response.status == 403 else ""
             refused = NotFound if response.status == 404 else ConfigError
-            raise refused(f"{method} {url}: {response.status}: {_message(body)}{hint}")
+            raise refused(f"{method} {url}: {response.status}: {message}{hint}")
         try:
             return msgspec.json.decode(body or b"null", type=kind)
         except msgspec.MsgspecError as e:
             raise ConfigError(f"{method} {url}: this is no vllm-pd router's answer: {e}") from e
 
 
-def _message(body: bytes) -> str:
+def _error(body: bytes) -> tuple[str, str]:
+    """Its kind, and what a person is told."""
     try:
-        return str(msgspec.json.decode(body)["error"]["message"])
+        error = msgspec.json.decode(body)["error"]
+        return str(error["type"]), str(error["message"])
     except (msgspec.MsgspecError, LookupError, TypeError):
-        return body[:200].decode(errors="replace")
+        return "", body[:200].decode(errors="replace")

@@ -187,7 +187,9 @@ class Registrar(threading.Thread):
         try:
             answer = msgspec.json.decode(self._request("PUT", body), type=Registered)
         except urllib.error.HTTPError as e:
-            self._change(RegistrarState.REFUSED, f"{e.code}: {_text_of(e)}")
+            is_router = e.code not in (404, 405)
+            hint = "" if is_router else "; router.url is the URL of a vllm-pd router: is this one?"
+            self._change(RegistrarState.REFUSED, f"{e.code}: {_text_of(e)}{hint}")
         except msgspec.MsgspecError as e:
             self._change(RegistrarState.REFUSED, f"it answers, but not as a router does ({e})")
         except _UNREACHABLE as e:

@@ -15,6 +15,7 @@ import fcntl
 import itertools
 import math
 import os
+import shutil
 import threading
 import time
 from contextlib import suppress
@@ -142,6 +143,13 @@ class FileTier(Tier):
         if opening.rank == 0:
             _warn_of_others(Path(ssd.path), opening.num_workers)
         tier = cls(make_folder(ssd.path), ssd.size, Shares.of(opening.config))
+        left = shutil.disk_usage(ssd.path).free + tier.room.used_bytes
+        if left < ssd.size:
+            logger.warning(
+                "KV pool: pool.ssd.size, %d bytes, is more than the %d bytes that %s has room for:"
+                " nobody else could write to that disk any more; lower it",
+                *(ssd.size, left, ssd.path),
+            )
         num_held = len(tier.room)
         logger.info("KV pool: %s of %d bytes holds %d values", ssd.path, ssd.size, num_held)
         return tier

@@ -69,10 +69,21 @@ class Opening:
     """Of the largest values that it is to keep."""
 
     def memory_bytes(self) -> int:
-        """To contribute: as configured, or a quarter of what is available."""
+        """To contribute: as configured, or a quarter of what is available.
+
+        Raises:
+            ConfigError: this host, or its container, does not have it.
+        """
+        available = available_memory_bytes()
         num_bytes = self.config.dram_size
         if num_bytes is None:
-            num_bytes = int(available_memory_bytes() * _DRAM_SHARE) // self.num_workers
+            num_bytes = int(available * _DRAM_SHARE) // self.num_workers
+        if num_bytes * self.num_workers > available:
+            raise ConfigError(
+                f"pool.dram_size, {num_bytes * self.num_workers} bytes, is more than the"
+                f" {available} bytes that are available here: the engine would be killed once it is"
+                " full; lower it"
+            )
         # What is available changes as soon as one of them takes its part.
         num_bytes = int(self.from_first(num_bytes))
         if self.config.dram_size is None:

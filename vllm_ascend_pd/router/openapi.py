@@ -23,7 +23,7 @@ LIMIT: Schema = {"type": ["integer", "null"], "minimum": 1}
 MODEL: Schema = {"type": ["string", "null"]}
 FLAG: Schema = {"type": ["boolean", "null"]}
 STREAM_OPTIONS: Schema = {"type": ["object", "null"], "properties": {"include_usage": FLAG}}
-GENERATION_ERRORS = (400, 401, 404, 408, 413, 422, 429, 502, 503, 504)
+GENERATION_ERRORS = (400, 401, 404, 408, 413, 422, 429, 502, 503, 504, 508)
 
 
 def _list(items: Schema, at_least: int = 0) -> Schema:

@@ -269,7 +269,8 @@ class Selector:
         what = f" for model {model!r}" if any(i.models for i in instances) else ""
         found = (
             f"no {role} instance{what} is available: {len(instances)} known,"
-            f" {sum(i.spec.state == 'draining' for i in instances)} draining"
+            f" {sum(i.spec.state == 'draining' for i in instances)} draining,"
+            f" {sum(not i.may_be_asked for i in instances)} away"
         )
         if num_left_out := sum(map(self._is_left_out, instances)):
             options = "--prefill-model-labels or --decode-model-labels"

@@ -26,3 +26,20 @@ def test_who_is_no_router_is_told_so(body: str) -> None:
                 await operator.instances()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    "body", ['{"detail": "Not Found"}', '{"error": {"message": "Not Found", "type": "NotFound"}}']
+)
+def test_who_asks_an_engine_is_told_so(body: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(text=body, status=404)
+
+    async def test() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        async with TestServer(app) as server, RouterOperator(str(server.make_url(""))) as operator:
+            with pytest.raises(ConfigError, match=r"not as a router does: .* --router, not"):
+                await operator.instances()
+
+    asyncio.run(test())

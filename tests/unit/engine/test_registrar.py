@@ -306,6 +306,7 @@ def test_finds_a_router_that_comes_back(web: Web, caplog: pytest.LogCaptureFixtu
         ((409, b'{"error": {"message": "p0 is another"}}'), "409: .*p0 is another"),
         ((200, b"<html>"), "not as a router does"),
         ((500, b""), "500"),
+        ((404, b'{"detail": "Not Found"}'), "404: .*router.url is the URL of a vllm-pd router"),
     ],
 )
 def test_a_refusal_is_told_once_with_its_reason(

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import re
+import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -404,6 +405,16 @@ def test_folder_that_holds_no_block_says_so(
     assert "holds no block" not in caplog.text
     FileTier.open(Opening(config, value_bytes=(64 << 20) + 1)).close()
     assert "pool.ssd.size, 67108864 bytes for each worker, holds no block" in caplog.text
+
+
+def test_folder_that_is_more_than_the_disk_has_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = shutil.disk_usage(tmp_path)
+    for size, is_told in ((64 << 20, False), (there.total * 2, True)):
+        config = PoolConfig(tiers=("fs",), ssd=SsdConfig(str(tmp_path), size))
+        FileTier.open(Opening(config)).close()
+        assert (f"pool.ssd.size, {size} bytes, is more than" in caplog.text) == is_told
 
 
 def test_smaller_folder_keeps_what_was_used_last(files: FileTier, tmp_path: Path) -> None:

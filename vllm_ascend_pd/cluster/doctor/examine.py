@@ -119,6 +119,8 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
             listed = await engines.discover(web, subject.router)
         except engines.ERRORS as e:
             fix = f"curl -i {subject.router}/health; then see its log"
+            if getattr(e, "status", None) == 404:
+                fix = "give the URL of a router with --router; engines with --prefill and --decode"
             yield fail("router", f"{subject.router}: {reason_of(e)}", fix)
             if not known and subject.topology is None:
                 return
