@@ -85,7 +85,7 @@ def test_values_reach_the_pods() -> None:
         prefill={"replicas": 2, "args": ["--seed", "1"], "surge": 1},
         decode={"replicas": 3, "resources": {"limits": {"huawei.com/Ascend910": 2}}},
         router={"replicas": 1, "args": ["--policy", "round-robin"]},
-        secret={"value": "s3cret"},
+        secret={"value": "s3cret" * 6},
         tenants=tenants,
         observe=True,
     )
@@ -108,7 +108,7 @@ def test_values_reach_the_pods() -> None:
     claims = [v.get("persistentVolumeClaim") for v in decode["spec"]["template"]["spec"]["volumes"]]
     assert {"claimName": "mine", "readOnly": True} in claims
     secrets = {name: one["data"] for name, one in of(objects, "Secret").items()}
-    assert base64.b64decode(secrets["vllm-pd"]["secret"]) == b"s3cret"
+    assert base64.b64decode(secrets["vllm-pd"]["secret"]) == b"s3cret" * 6
     assert json.loads(base64.b64decode(secrets["vllm-pd-tenants"]["tenants.json"])) == tenants
     words = as_started(router, "10.0.0.9")
     path = words[words.index("--tenants-file") + 1]
@@ -171,6 +171,13 @@ def test_a_pool_without_mooncake_needs_no_master() -> None:
         ({"router": {"surge": 1}}, "'surge' not allowed"),
         ({"extraConfig": {"pool": {}}}, "extraConfig.pool: name a master"),
         ({"extraConfig": {"pool": {"dram_size": "1GiB"}}}, "extraConfig.pool: name a master"),
+        ({"args": ["--kv-transfer-config", "{}"]}, "args: --kv-transfer-config is set by"),
+        ({"decode": {"args": ["--kv-transfer-config.kv_role=kv_both"]}}, "is set by the chart"),
+        ({"prefill": {"args": ["--port=9000"]}}, "args: --port=9000 is set by the chart"),
+        ({"args": ["--served_model_name", "m"]}, "servedModelName"),
+        ({"router": {"args": ["--tls-key", "a"]}}, "router.args: --tls-key is set by the chart"),
+        ({"secret": {"value": "s" * 32, "existing": "mine"}}, "secret: value and existing"),
+        ({"secret": {"value": "s" * 31}}, "secret.value: engines take no secret of less"),
         ({"extraConfig": {"pool": {"tiers": ["fs"], "ssd": {"path": "/a"}}}}, "and no ssd"),
     ],
 )

@@ -184,10 +184,25 @@ def test_model_without_a_pair_is_told_once_and_when_it_has_one(
     async def test() -> None:
         async with deployed() as d:
             await d.prefills[0].stop()
-            await told(caplog, "model 'tiny' has no P and D (no_prefill)")
+            await told(caplog, "model tiny has no P and D (no_prefill)")
             await d.prefills[0].start()
-            await told(caplog, "model 'tiny' has a P and a D")
+            await told(caplog, "model tiny has a P and a D")
         assert caplog.text.count("has no P and D") == 1
+
+    run(test)
+
+
+def test_model_that_becomes_known_has_no_pair_because_of_that(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+
+    async def test() -> None:
+        async with deployed(0, 1, ready=False, is_healthy=False) as d:
+            await told(caplog, "model (not known) has no P and D (unavailable)")
+            d.decodes[0].is_healthy = True
+            await told(caplog, "model tiny has no P and D (no_prefill)")
+        assert "has a P and a D" not in caplog.text
 
     run(test)
 

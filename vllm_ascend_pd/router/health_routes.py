@@ -29,8 +29,8 @@ class HealthRoutes:
         self._prober = prober
         self._is_draining = is_draining
         self._has_started = False
-        self._without_pair: dict[str, str] = {}
-        """Models, and why, as the log knows it."""
+        self._without_pair: dict[str | None, str] = {}
+        """Models, and why, as the log knows it; ``None``: no engine has told of one."""
 
     def add_routes(self, app: web.Application) -> None:
         for path in ("/health", "/health/ready", "/ping"):
@@ -42,15 +42,16 @@ class HealthRoutes:
     def look(self) -> None:
         """Called every second or so: clients do not notice that one engine alone computes prompts
         and answers."""
-        if not self._know_all():
+        if not any(self._selector.registry) or not self._know_all():
             return
-        before, self._without_pair = self._without_pair, self._selector.degraded()
+        found = self._selector.by_model()
+        before, self._without_pair = self._without_pair, {m: why for m, why in found.items() if why}
         for model, why in self._without_pair.items():
             if before.get(model) != why:
-                obstacle = self._selector.obstacle(model or None)
-                logger.warning("model %r has no P and D (%s): %s", model, why, obstacle)
-        for model in before.keys() - self._without_pair.keys():
-            logger.info("model %r has a P and a D", model)
+                name, obstacle = model or "(not known)", self._selector.obstacle(model)
+                logger.warning("model %s has no P and D (%s): %s", name, why, obstacle)
+        for model in found.keys() - self._without_pair.keys() & before.keys():
+            logger.info("model %s has a P and a D", model)
 
     def _know_all(self) -> bool:
         """Whether each engine has been asked once how it is."""
