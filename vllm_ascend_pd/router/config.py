@@ -130,7 +130,7 @@ class Probes:
         if self.timeout_s <= 0 or self.failure_threshold < 1:
             raise ConfigError("probe timeout and failure threshold must be positive")
         if not 0 <= self.load_interval_s < math.inf:
-            raise ConfigError("--engine-stats-interval must be some seconds, or 0 for each probe")
+            raise ConfigError("--engine-stats-interval must not be negative, nor for ever")
 
 
 @dataclass(frozen=True, slots=True)
