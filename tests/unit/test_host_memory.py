@@ -107,6 +107,7 @@ def test_pool_that_is_more_than_there_is_does_not_start(monkeypatch: pytest.Monk
     more = PoolConfig(dram_size=(32 << 20) + 1)
     with pytest.raises(ConfigError, match=r"pool.dram_size, 67108866 bytes, .* 67108864 bytes"):
         tier.Opening(more, num_workers=2).memory_bytes()
+    assert tier.Opening(more, rank=1, num_workers=2).memory_bytes() == (32 << 20) + 1
 
 
 def test_pool_that_holds_nothing_says_so(

@@ -72,13 +72,14 @@ class Opening:
         """To contribute: as configured, or a quarter of what is available.
 
         Raises:
-            ConfigError: this host, or its container, does not have it.
+            ConfigError: this host, or its container, does not have it for all workers, of which
+                the first one says so: another may have taken its part before the last one looks.
         """
         available = available_memory_bytes()
         num_bytes = self.config.dram_size
         if num_bytes is None:
             num_bytes = int(available * _DRAM_SHARE) // self.num_workers
-        if num_bytes * self.num_workers > available:
+        if self.rank == 0 and num_bytes * self.num_workers > available:
             raise ConfigError(
                 f"pool.dram_size, {num_bytes * self.num_workers} bytes, is more than the"
                 f" {available} bytes that are available here: the engine would be killed once it is"
