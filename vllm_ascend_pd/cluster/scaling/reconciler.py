@@ -124,7 +124,8 @@ class Reconciler:
     _next_replaced: tuple[int, float] = (0, 0.0)
     """So many serve again, or it is so late, when the next of an old generation goes."""
     _held: str = ""
-    """Why none of them goes now: an engine of the new generation ended before it was up."""
+    """Why none of them goes while one is missing: an engine of the new generation ended before it
+    was up."""
     _told: dict[str, Member] = field(default_factory=dict)
     """What was said of each."""
     _was_up: bool = False
@@ -186,13 +187,14 @@ class Reconciler:
             self._was_up, self._num_failures, self._held = True, 0, ""
 
     def _hold(self, one: Member) -> None:
-        """What did not come up once may not a second time: no other one is given up for it."""
-        if not self._held:
+        """In a restart. What did not come up once may not a second time: no other one is given up
+        while it is missing.
+        """
+        if not self._held and any(map(self._is_old, self._generations)):
             self._held = (
                 f"{one.name} did not come up ({one.note}): engines of before stay until one does"
             )
-            if any(map(self._is_old, self._generations)):
-                self.say(self._held)
+            self.say(self._held)
 
     def _failed(self, one: Member) -> None:
         if one.phase is Phase.ENDED and not self._was_up:
@@ -242,9 +244,9 @@ class Reconciler:
             have = _count(serving.values())
         old = [one for one in serving.values() if self._is_old(one.instance_id)]
         enough, late = self._next_replaced
-        are_back = len(serving) >= min(enough, maximum) or self.clock() >= late
-        is_one_under_way = self._leaving or view.num_starting()
-        if old and are_back and not is_one_under_way and not self._held:
+        are_back = len(serving) >= min(enough, maximum)
+        is_missed = not are_back and (self._held or self.clock() < late)
+        if old and not (is_missed or self._leaving or view.num_starting()):
             self._next_replaced = (len(serving), self.clock() + RETURN_S)
             await self._replace(min(old, key=lambda one: one.num_active), serving.values())
         for name, since in self._leaving.items():

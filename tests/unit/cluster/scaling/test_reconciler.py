@@ -318,6 +318,37 @@ def test_a_new_generation_that_does_not_come_up_takes_one_engine_only(
     assert not world.status.held
 
 
+def test_what_did_not_come_up_before_a_restart_or_is_wanted_no_more_holds_nothing() -> None:
+    world = World("1:1", 3, a=4)
+    world.until_settled()
+    first = {one.name for one in world.status.engines}
+    world.aim("1:1", 4)
+    for wanted in (4, 3):  # the fourth never comes up, and then nobody wants it
+        world.aim("1:1", wanted)
+        for _ in range(50):
+            for one in list(world.fleet.members.values()):
+                if one.phase is Phase.STARTING and one.name not in first:
+                    world.fleet.kill(one.name, "exited with code 1")
+            world.step()
+    assert world.until_settled().total == 3
+    world.renew()
+    world.until_settled()
+    second = {one.name for one in world.status.engines}
+    assert not first & second
+
+    world.renew()
+    for _ in range(50):
+        for one in list(world.fleet.members.values()):
+            if one.phase is Phase.STARTING:
+                world.fleet.kill(one.name, "exited with code 1")
+        world.step()
+    assert world.have.total == 2
+    assert world.status.held
+    world.aim("1:1", 2)
+    world.until_settled()
+    assert not second & {one.name for one in world.status.engines}
+
+
 @pytest.mark.parametrize("drain_s", [600.0, 60.0])
 def test_requests_that_never_end_hold_an_engine_for_so_long_only(drain_s: float) -> None:
     world = World("1:1", 3, a=3)
