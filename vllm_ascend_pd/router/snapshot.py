@@ -85,9 +85,18 @@ INSTANCE_GAUGES: dict[str, tuple[str, Callable[[InstanceSnapshot], float | None]
     "active_legs": ("Legs in progress", lambda i: i.num_active),
     "active_tokens": ("Tokens of the legs in progress", lambda i: i.num_active_tokens),
     "connections": ("TCP connections", lambda i: i.num_connections),
-    "running": ("Requests that the engine runs, by its own metrics", lambda i: i.num_running),
-    "waiting": ("Requests that the engine queues, by its own metrics", lambda i: i.num_waiting),
-    "kv_usage": ("Share of its KV blocks in use, by its own metrics", lambda i: i.kv_usage),
+    "running": (
+        "Requests that the engine runs, by its own metrics; absent where these cannot be read",
+        lambda i: i.num_running if i.load_read_at else None,
+    ),
+    "waiting": (
+        "Requests that the engine queues, by its own metrics; absent where these cannot be read",
+        lambda i: i.num_waiting if i.load_read_at else None,
+    ),
+    "kv_usage": (
+        "Share of its KV blocks in use, by its own metrics; absent where these cannot be read",
+        lambda i: i.kv_usage if i.load_read_at else None,
+    ),
     "prefix_hit_rate": (
         "Hits of its prefix cache in the last minute, by its own metrics; absent without a lookup",
         lambda i: i.prefix_hit_rate,

@@ -13,6 +13,7 @@ from vllm_ascend_pd.router.instances import Instance, InstanceSpec
 from vllm_ascend_pd.router.prefix.index import Holders, PrefixIndex
 from vllm_ascend_pd.router.snapshot import (
     NUM_RECENT_ERRORS,
+    PREFIX,
     SECONDS,
     Histogram,
     InstanceSnapshot,
@@ -123,6 +124,16 @@ def test_of_two_views_of_an_engine_the_worse_and_the_newer_count() -> None:
     assert d.num_running == 4.0
     assert e.num_active == 1
     assert one.num_active == 1
+
+
+def test_what_an_engine_does_not_tell_is_not_0() -> None:
+    """An alert would take it for one that computes nothing."""
+    read = instance("read", load_read_at=5.0, num_running=0.0)
+    page = Snapshot(instances=[read, instance("unread", load_read_at=0.0)]).expose().decode()
+    for name in ("running", "waiting", "kv_usage"):
+        series = [it for it in page.splitlines() if it.startswith(f"{PREFIX}instance_{name}{{")]
+        assert len(series) == 1
+        assert 'instance="read"' in series[0]
 
 
 def test_recent_errors_are_the_latest_of_all() -> None:
