@@ -94,6 +94,10 @@ class _Speculative:
             "several KV cache groups with pipeline",
         ),
         ({"vllm_config__parallel_config__world_size": 2}, "prefill context parallel"),
+        (
+            {"vllm_config__parallel_config__enable_fault_tolerance": True},
+            "fault tolerance",
+        ),
         ({"hash_block_size": 8}, "hash blocks smaller"),
         ({"vllm_config__speculative_config": _Speculative("medusa")}, "with the method medusa"),
         ({"vllm_config__speculative_config": _Speculative("eagle3", True)}, "parallel drafting"),

@@ -75,6 +75,13 @@ def check_config(config: VllmConfig) -> None:
     _refuse(
         (parallel.enable_elastic_ep, "elastic expert parallel (leave out --enable-elastic-ep)"),
         (
+            parallel.enable_fault_tolerance,
+            (
+                "vLLM's fault tolerance (leave out --enable-fault-tolerance): an engine that goes on"
+                " after a step that failed would wait for what that step was to load and send"
+            ),
+        ),
+        (
             parallel.use_ubatching,
             (
                 "micro-batches (leave out --enable-dbo and --ubatch-size): a layer runs once for"

@@ -89,6 +89,7 @@ class ParallelConfig(Protocol):
     data_parallel_hybrid_lb: bool
     decode_context_parallel_size: int
     enable_elastic_ep: bool
+    enable_fault_tolerance: bool
 
     @property
     def use_ubatching(self) -> bool: ...
