@@ -55,11 +55,17 @@ class Marking:
             return_sampling_mask=False,
             enable_return_routed_experts=False,
             max_model_len=512,
+            use_fp64_gumbel=False,
             try_get_generation_config=dict,
             get_diff_sampling_param=dict,
         )
         marks = WatermarkConfig(**options) if options else None
-        self.config: Any = SimpleNamespace(model_config=model, watermark_config=marks)
+        self.config: Any = SimpleNamespace(
+            model_config=model,
+            watermark_config=marks,
+            device_config=SimpleNamespace(device_type="cpu"),
+            use_v2_model_runner=False,
+        )
 
     def key(self, **sampling: Any) -> bytes:
         return make_sampling_key(self.config, FirstTokenMode.AUTO)(asked(**sampling))
