@@ -78,7 +78,6 @@ def test_every_option_is_read() -> None:
         "dram_size": "1.5GiB",
         "ssd": {"path": "/data/kv", "size": "2T"},
         "get": False,
-        "put": False,
         "put_decoded": False,
         "save": "write_through",
         "load": "all",
@@ -95,7 +94,6 @@ def test_every_option_is_read() -> None:
         dram_size=1536 << 20,
         ssd=SsdConfig("/data/kv", 2 << 40),
         get=False,
-        put=False,
         put_decoded=False,
         save=PoolSave.WRITE_THROUGH,
         load=LoadFromPool.ALL,
@@ -106,6 +104,7 @@ def test_every_option_is_read() -> None:
         breaker_slow_ms=100.0,
         probe_interval_s=2.0,
     )
+    assert parse({"put": False}) == PoolConfig(put=False)
 
 
 @pytest.mark.parametrize(
