@@ -77,8 +77,8 @@ def check_config(config: VllmConfig) -> None:
         (
             parallel.enable_fault_tolerance,
             (
-                "vLLM's fault tolerance (leave out --enable-fault-tolerance): an engine that goes on"
-                " after a step that failed would wait for what that step was to load and send"
+                "vLLM's fault tolerance (leave out --enable-fault-tolerance): an engine that goes"
+                " on after a step that failed would wait for what that was to load and send"
             ),
         ),
         (
