@@ -58,7 +58,8 @@ MAX_TEXT = 200
 """Of the name of an adapter, in bytes, and of what is said of it: all of them fit in a body."""
 
 Role = Literal["prefill", "decode", "both"]
-"""``kv_producer``, ``kv_consumer``, ``kv_both`` of vLLM."""
+ROLE_OF: dict[str, Role] = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+"""By ``kv_role`` of vLLM."""
 State = Literal["starting", "ready", "draining"]
 """Only a ``ready`` instance gets new requests."""
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.config import Role
 from vllm_ascend_pd.engine.registrar import find_http_url
 from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
 from vllm_ascend_pd.engine.vllm_api.events import endpoint_of_rank
-from vllm_ascend_pd.registration import KVEndpoint, KVEvents, Registration
-from vllm_ascend_pd.registration import Role as RouterRole
+from vllm_ascend_pd.registration import ROLE_OF, KVEndpoint, KVEvents, Registration
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.config import PDConfig
@@ -18,13 +16,6 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
     from vllm_ascend_pd.engine.vllm_api.types import Scheduler
     from vllm_ascend_pd.types import Endpoint, Epoch
-
-
-_ROLES: dict[Role, RouterRole] = {
-    Role.PRODUCER: "prefill",
-    Role.CONSUMER: "decode",
-    Role.BOTH: "both",
-}
 
 
 def describe(
@@ -47,7 +38,7 @@ def describe(
         )
     return Registration(
         url=find_http_url(config.router, config.host),
-        role=config.router.role or _ROLES[config.role],
+        role=config.router.role or ROLE_OF[config.role.value],
         data_parallel_rank=data_parallel_rank(scheduler.vllm_config),
         epoch=epoch,
         models=(names,) if isinstance(names, str) else tuple(names or ()),

@@ -125,7 +125,8 @@ class Search:
     def find(self, num_instances: int) -> Splits:
         """The best split of ``num_instances``, at least 2, and the least that would do."""
         rows = self._all_splits(num_instances)
-        return Splits(rows, self._best(num_instances), self._least(num_instances))
+        best = max(rows, key=_merit)
+        return Splits(rows, best, self._least(best))
 
     def _all_splits(self, num_instances: int) -> tuple[Row, ...]:
         """Each one, or where they are many, those on an ever finer grid around the best."""
@@ -142,21 +143,17 @@ class Search:
             best = max(rows, key=_merit).split.num_prefill
             first, last = max(first, best - step + 1), min(last, best + step - 1)
 
-    def _least(self, num_instances: int) -> Row | None:
+    def _least(self, best: Row) -> Row | None:
         """More instances, divided as well as can be, do no worse."""
-        best = self._best(num_instances)
         if not self._objective.met(best):
             return None
-        least = self._near_least(num_instances) or best
+        least = self._near_least(sum(best.split)) or best
         while sum(least.split) > 2:
-            fewer = self._best(sum(least.split) - 1)
+            fewer = max(self._all_splits(sum(least.split) - 1), key=_merit)
             if not self._objective.met(fewer):
                 break
             least = fewer
         return least
-
-    def _best(self, num_instances: int) -> Row:
-        return max(self._all_splits(num_instances), key=_merit)
 
     def _near_least(self, num_instances: int) -> Row | None:
         """The least if more engines of a role never do worse, as they may on a shared host: they

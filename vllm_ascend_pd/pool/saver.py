@@ -54,6 +54,18 @@ class _Queued:
     is_packed: bool
 
 
+class _Increase:
+    """By how much a count has grown since the last call. Save thread."""
+
+    def __init__(self, count: Callable[[], int]) -> None:
+        self._count = count
+        self._last = 0
+
+    def __call__(self) -> int:
+        self._last, before = self._count(), self._last
+        return self._last - before
+
+
 class Saver:
     """Stores what it is asked to, in order; each save is answered with ``Packed`` and ``Saved``."""
 
@@ -77,7 +89,8 @@ class Saver:
         self._saves: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._dropped_saves = 0  # written by the link thread, read by the save thread
         self._stopping = False
-        self._last_over_share = self._last_file_errors = 0
+        self._new_over_share = _Increase(lambda: tier.num_over_share)
+        self._new_file_errors = _Increase(lambda: tier.num_file_errors)
         self.ahead = PackAhead(values, ahead_slots, replica.owns)
         targets = [("pd-pool-save", self._run)]
         if ahead_slots is not None:
@@ -149,8 +162,8 @@ class Saver:
                     tuple(statuses),
                     num_bytes,
                     elapsed_ms,
-                    self._num_over_share(),
-                    self._num_file_errors(),
+                    self._new_over_share(),
+                    self._new_file_errors(),
                 )
             )
 
@@ -161,18 +174,6 @@ class Saver:
             for block_id, status in zip(save.block_ids, statuses, strict=True)
         )
         return num_stored * self._values[save.group].num_bytes
-
-    def _num_over_share(self) -> int:
-        """Since the last save."""
-        over_share = self._tier.num_over_share
-        self._last_over_share, before = over_share, self._last_over_share
-        return over_share - before
-
-    def _num_file_errors(self) -> int:
-        """Since the last save."""
-        file_errors = self._tier.num_file_errors
-        self._last_file_errors, before = file_errors, self._last_file_errors
-        return file_errors - before
 
     def _save(self, queued: _Queued) -> list[str]:
         """At most what one slot holds."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_ascend_pd.kv.breaker import BreakerState
+from vllm_ascend_pd.registration import ROLE_OF
 from vllm_ascend_pd.resume import RunningAt
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.instances import EngineLoad, Instance, InstanceSpec, TokensMadeBy
@@ -41,7 +42,6 @@ _LOADS = (
 _OF_ROUTERS = b"pd_router_requests_in_progress"
 _TELLS = (b"pd_engine_info", b"pd_tokens_made_by", _OF_ROUTERS)
 _TOLD = re.compile(rb'(?:^|,)(epoch|kv_endpoint|fingerprint|role|part|adapter|value)="([^"\\]*)"')
-_DOES = {"kv_producer": ("prefill",), "kv_consumer": ("decode",)}
 
 
 class _Model(msgspec.Struct):
@@ -363,8 +363,7 @@ def misuse(role: Role, infos: Sequence[dict[str, str]], text: bytes) -> str | No
             " Give the URLs of the engines behind it"
         )
     for kv_role in sorted(info.get("role", "") for info in infos):
-        does = _DOES.get(kv_role)
-        if does is not None and role not in does:
+        if ROLE_OF.get(kv_role, "both") not in ("both", role):
             return (
                 f"it is used for {role} and its kv_role is {kv_role}: no KV is handed over. Change"
                 " its kv_role, or its role here"

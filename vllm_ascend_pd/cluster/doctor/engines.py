@@ -15,7 +15,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
-from vllm_ascend_pd.registration import RANK_HEADER, InstanceStatus, Role
+from vllm_ascend_pd.registration import RANK_HEADER, ROLE_OF, InstanceStatus, Role
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -35,7 +35,6 @@ _INFO = "vllm:pd_engine_info"
 _OF_ROUTERS = "vllm:pd_router_requests_in_progress"
 _POOL_TROUBLE = ("failed", "bypassed", "full")
 """Outcomes of lookups, loads and puts that somebody should know of."""
-_ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
 
 _FITTING: dict[str, dict[str, str]] = {
     "block hashes": {
@@ -301,7 +300,7 @@ class InEngine:
                 'start it with --kv-transfer-config \'{"kv_connector": "InEngine", …}\' on a'
                 " patched vLLM, without --disable-log-stats; on its host: vllm-pd doctor",
             )
-        role = _ROLES.get(engine.info["role"], engine.info["role"])
+        role = ROLE_OF.get(engine.info["role"], engine.info["role"])
         if role not in (engine.role, "both"):
             return fail(
                 self.name,

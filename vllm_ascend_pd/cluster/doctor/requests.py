@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from functools import partial
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any
-
-import msgspec
 
 from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, by_model, each
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
+from vllm_ascend_pd.resume import prompt_digest
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -85,8 +83,8 @@ class SameRequests:
             body = {"model": engine.model, **asked}
             answer = await self._web.post(f"{engine.url}/tokenize", body, _TIMEOUT_S)
             tokens: list[int] = answer["tokens"]
-            digest = sha256(msgspec.json.encode(tokens)).hexdigest()[:8]
-        except (*ERRORS, KeyError, TypeError) as e:
+            digest = prompt_digest(tokens)[:8]
+        except (*ERRORS, KeyError, TypeError, OverflowError) as e:
             return f"{_NONE} ({reason_of(e)[:100]})"
         return f"{len(tokens)} tokens ({digest})"
 

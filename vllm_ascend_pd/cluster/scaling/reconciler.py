@@ -169,6 +169,8 @@ class Reconciler:
                 self._ending.remove(one.name)
             else:
                 self._failed(one)
+        if not any(map(self._is_old, members)):
+            self._held = ""
         try:
             known = {one.instance_id: one for one in await self.router.instances()}
         except ConfigError as e:
@@ -321,5 +323,4 @@ class Reconciler:
             and not any(map(self._is_old, view.members))
         )
         step = self.status.step + 1 if self.status else 0
-        held = self._held if any(map(self._is_old, view.members)) else ""
-        return FleetStatus(self.target, tuple(engines), is_settled, step, held)
+        return FleetStatus(self.target, tuple(engines), is_settled, step, self._held)

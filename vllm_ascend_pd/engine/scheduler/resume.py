@@ -127,7 +127,9 @@ class Resumes(Part):
             self.refuse(request, found)
             return False
         token_ids, ended = append_output(self._scheduler, request, found.output_token_ids)
-        is_alike = not differing(request, found.made_by, self.maker.of_told(request))
+        is_alike = found.only_exact or not differing(
+            request, found.made_by, self.maker.of_told(request)
+        )
         self.tell(request, token_ids, ended, is_alike)
         return ended is None
 
