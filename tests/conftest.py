@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import logging
 import os
 import random
 from collections import Counter
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from vllm_ascend_pd import envs
+from vllm_ascend_pd.log_limit import LimitRepeats
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
@@ -123,3 +125,13 @@ def frozen_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def unlimited_repeats() -> None:
+    """What other tests have logged leaves out no line of this one."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("vllm_ascend_pd.") and isinstance(logger, logging.Logger):
+            for limit in logger.filters:
+                if isinstance(limit, LimitRepeats):
+                    limit.forget()

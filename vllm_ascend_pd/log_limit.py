@@ -34,6 +34,11 @@ class LimitRepeats(logging.Filter):
         self._windows: dict[object, tuple[float, int]] = {}
         """By message: when its window began, and how many came since."""
 
+    def forget(self) -> None:
+        """No line came before."""
+        with self._lock:
+            self._windows.clear()
+
     def filter(self, record: logging.LogRecord) -> bool:
         now = self._clock()
         with self._lock:

@@ -64,10 +64,11 @@ class Roster:
         self._words: Words = {}
 
     async def beat(self, spec: InstanceSpec) -> None:
-        self._last_heard[spec.instance_id] = time.monotonic()
+        now = time.monotonic()
+        self._last_heard[spec.instance_id] = now
         is_new = self._specs.get(spec.instance_id) != spec
         self._specs[spec.instance_id] = spec
-        if is_new:
+        if self._forget_word(spec.instance_id, now) or is_new:
             await self._changed()
 
     async def say(self, instance_id: str, word: Word) -> None:
@@ -104,10 +105,18 @@ class Roster:
 
     def _forget_words(self, now: float) -> bool:
         """Those that hold no more, or a part of them; whether there were any."""
-        left = {name: word.after(now) for name, word in self._words.items()}
-        left = {name: word for name, word in left.items() if word != Word()}
-        before, self._words = self._words, left
-        return before != left
+        return sum(self._forget_word(name, now) for name in tuple(self._words)) > 0
+
+    def _forget_word(self, instance_id: str, now: float) -> bool:
+        word = self._words.get(instance_id, Word())
+        left = word.after(now)
+        if left == word:
+            return False
+        if left == Word():
+            del self._words[instance_id]
+        else:
+            self._words[instance_id] = left
+        return True
 
     async def _changed(self) -> None:
         await self._on_change(list(self._specs.values()), self._words.copy())
