@@ -59,6 +59,7 @@ from vllm_ascend_pd.router.tls import engine_context
 from vllm_ascend_pd.router.tokens import PromptLengths
 from vllm_ascend_pd.router.trace import Trace
 from vllm_ascend_pd.router.tracing import Tracing, make_tracing
+from vllm_ascend_pd.router.without_effect import WithoutEffect
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -130,7 +131,6 @@ class Router:
         self.legs = Legs(config.timeouts, self.metrics)
         budget = RetryBudget(config.retries.budget_ratio, config.retries.budget_burst)
         self.tracing = tracing or make_tracing(config.otlp_endpoint)
-        releases = Releases(config.timeouts.prefill_s, self.metrics)
         self.moves = Moves(
             config,
             self.registry,
@@ -151,7 +151,7 @@ class Router:
             lengths,
             self.metrics,
             self.tracing,
-            releases,
+            Releases(config.timeouts.prefill_s, self.metrics),
             self.moves,
             Resumption(config, self.admission, self.legs, self.metrics, self.tracing, self.moves),
             self._background,
@@ -184,6 +184,7 @@ class Router:
             self.registry, config.registration_token_file, keeper or self._alone
         )
         self._rebalancing = Rebalancing(self.registry, self.moves, self.metrics)
+        self._without_effect = WithoutEffect.of(config, self.registry)
         self._roles: AutoRoles | None = None
         if config.roles == "auto":
             self._roles = AutoRoles(self.registry, self._alone.say, self.metrics, plan)
@@ -411,6 +412,7 @@ class Router:
         self.registered.refresh_secrets()
         await self._alone.expire(now)
         self.health.look()
+        self._without_effect.look(now)
         if self._roles is not None:
             await self._roles.look(now)
         if self.config.rebalance == "load":
