@@ -21,6 +21,7 @@ from vllm_ascend_pd.router.apis import RESPONSES
 from vllm_ascend_pd.router.config import RouterConfig
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.tenants import Tenants
+from vllm_ascend_pd.router.turns import Turns
 
 
 def sharing(tmp_path: Path, config: RouterConfig = FAST, **fields: Any) -> RouterConfig:
@@ -495,3 +496,62 @@ def test_a_wrong_file_is_an_error_that_names_the_field(
         Tenants(path, Counted())  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="--tenants-file"):
         Tenants(tmp_path / "none", Counted())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("quota", "num_places"),
+    [({}, 2), ({"weight": 3}, 3), ({"priority": 1}, 4), ({"priority": -1}, 0)],
+    ids=str,
+)
+def test_a_tenant_that_fills_the_line_keeps_nobody_out(
+    tmp_path: Path, quota: dict[str, int], num_places: int
+) -> None:
+    config = sharing(tmp_path, limited(max_queued=4), tenants={"a": {}, "b": quota})
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            first = await busy(d, **of("a"), max_tokens=4)
+            waiting = [await queued(d, **of("a"), max_tokens=4) for _ in range(4)]
+            for _ in range(num_places):
+                waiting.insert(0, asyncio.ensure_future(d.post(**of("b"), max_tokens=4)))
+                status, headers, body = await waiting.pop()
+                assert (status, headers["Retry-After"].isdigit()) == (429, True)
+                assert "another tenant" in json.loads(body)["error"]["message"]
+            for tenant in "ab":
+                assert (await d.post(**of(tenant)))[0] == 429
+            assert d.count("refused_total", reason="full") == num_places + 2
+            await end(first)
+            assert [status for status, _, _ in await asyncio.gather(*waiting)] == [200] * 4
+
+    run(test)
+
+
+def test_who_was_served_more_than_it_asked_for_waits_for_longer(tmp_path: Path) -> None:
+    path = sharing(tmp_path, tenants={"a": {}, "b": {}}).tenants_file
+    assert path is not None
+    tenants, turns = Tenants(path, Counted()), Turns()  # type: ignore[arg-type]
+
+    def served(name: str, num_answer_tokens: int | None) -> None:
+        routed = Routed(10, 16, tenant=tenants.get(name))
+        turns.admitted(turns.next(routed, again=False))
+        tenants.settle(routed, num_answer_tokens)
+
+    def first() -> str:
+        asking = [(turns.next(asked, again=False), asked) for asked in map(asked_by, "ab")]
+        for turn, asked in asking:
+            turns.left(asked, turn)
+        _, asked = min(asking, key=lambda one: one[0])
+        assert asked.tenant is not None
+        return asked.tenant.name
+
+    def asked_by(name: str) -> Routed:
+        return Routed(10, 16, tenant=tenants.get(name))
+
+    served("a", 5000)  # it did not say how long its answer may be
+    for _ in range(192):
+        assert first() == "b"
+        served("b", 16)
+    served("b", 16)
+    assert first() == "a"
+    served("a", None)  # which an engine refused
+    assert first() == "a"

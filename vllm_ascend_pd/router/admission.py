@@ -13,6 +13,7 @@ import asyncio
 import math
 import time
 from bisect import bisect_left, insort
+from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from heapq import merge
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.policies.base import Pair, Routed
     from vllm_ascend_pd.router.selection import Selector
     from vllm_ascend_pd.router.serving import Servers
+    from vllm_ascend_pd.router.tenants import Tenant
 
 LOOK_EVERY_S = 0.25
 """While somebody waits: an engine may have come, or have come back."""
@@ -122,6 +124,8 @@ class Admission:
         self._metrics = metrics
         self._lines: dict[tuple[str | None, bool], _Line] = {}
         """By model, and whether one engine alone is to do it."""
+        self._num_waiting: Counter[Tenant] = Counter()
+        """Requests in line."""
         self._turns = Turns()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -147,17 +151,48 @@ class Admission:
             placed = self._place(request, turn)
             if not isinstance(placed, Full):
                 return placed
-        if self.num_queued >= self._queueing.max_queued and not again:
+        is_full = self.num_queued >= self._queueing.max_queued
+        if is_full and not again and not self._make_room(request.tenant):
             self._metrics.add("refused", "full")
             return self._too_many(f"{self.num_queued} requests wait already")
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         return await self._wait(_Waiter(request, turn, again, self._wish(request), outcome), key)
+
+    def _make_room(self, tenant: Tenant | None) -> bool:
+        """In a full line: of the tenants with the lowest priority the one that has most of it, by
+        weight, loses its last place to a tenant that goes before it or has less, and will."""
+
+        def share(one: Tenant, num_more: int = 0) -> float:
+            return (self._num_waiting[one] + num_more) / one.quota.weight
+
+        if tenant is None or not self._num_waiting:
+            return False
+        most = max(self._num_waiting, key=lambda one: (-one.quota.priority, share(one)))
+        goes_before = tenant.quota.priority - most.quota.priority
+        if goes_before < 0 or (goes_before == 0 and share(tenant, 1) >= share(most)):
+            return False
+        theirs = (
+            waiter
+            for line in self._lines.values()
+            for waiters in line.values()
+            for waiter in waiters
+            if waiter.request.tenant is most and not waiter.again and not waiter.outcome.done()
+        )
+        last = max(theirs, key=_turn, default=None)
+        if last is None:
+            return False
+        self._metrics.add("refused", "full")
+        what = f"{self.num_queued} requests wait already, and another tenant's goes before this one"
+        last.outcome.set_result(self._too_many(what))
+        return True
 
     async def _wait(self, waiter: _Waiter, key: tuple[str | None, bool]) -> Outcome:
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._queueing.timeout_s, self._expire, waiter)
         line = self._lines.setdefault(key, {})
         insort(line.setdefault(waiter.wish, []), waiter, key=_turn)
+        if waiter.request.tenant is not None:
+            self._num_waiting[waiter.request.tenant] += 1
         try:
             self.look()
             self._look_later()
@@ -217,6 +252,10 @@ class Admission:
         line = self._lines[key]
         waiters = line[waiter.wish]
         del waiters[bisect_left(waiters, waiter.turn, key=_turn)]
+        if waiter.request.tenant is not None:
+            self._num_waiting[waiter.request.tenant] -= 1
+            if not self._num_waiting[waiter.request.tenant]:
+                del self._num_waiting[waiter.request.tenant]
         if not waiters:
             del line[waiter.wish]
         if not line:

@@ -205,6 +205,7 @@ class Tenants:
             num_used = routed.num_prompt_tokens + num_answer_tokens
         if routed.num_charged_tokens is not None:
             tenant.give_back(routed.num_charged_tokens - num_used)
+        tenant.due += (num_used - routed.num_turn_tokens) / tenant.quota.weight
         if num_answer_tokens is None:
             return
         self._metrics.add("tenant_tokens", tenant.name, "prompt", by=routed.num_prompt_tokens)

@@ -29,7 +29,8 @@ class Turns:
         if again or tenant is None:
             return not again, 0, 0.0, self._number
         begins = max(self._now, tenant.due)
-        tenant.due = begins + _cost(request)
+        request.num_turn_tokens = max(1, request.num_prompt_tokens + request.num_max_tokens)
+        tenant.due = begins + request.num_turn_tokens / tenant.quota.weight
         return True, -tenant.quota.priority, begins, self._number
 
     def admitted(self, turn: Turn) -> None:
@@ -37,13 +38,7 @@ class Turns:
 
     def left(self, request: Routed, turn: Turn) -> None:
         """Without having been admitted: its tenant has been served nothing for it."""
-        is_first = turn[0]
-        if is_first and request.tenant is not None:
-            request.tenant.due -= _cost(request)
-
-
-def _cost(request: Routed) -> float:
-    """In virtual time."""
-    assert request.tenant is not None
-    num_tokens = max(1, request.num_prompt_tokens + request.num_max_tokens)
-    return num_tokens / request.tenant.quota.weight
+        is_first, tenant = turn[0], request.tenant
+        if is_first and tenant is not None:
+            tenant.due -= request.num_turn_tokens / tenant.quota.weight
+            request.num_turn_tokens = 0

@@ -48,6 +48,8 @@ class Routed:
     """Whose it is, if the router tells tenants apart."""
     num_charged_tokens: int | None = None
     """Taken of its tenant's quota, if it has one."""
+    num_turn_tokens: int = 0
+    """Counted for its tenant when it was given its turn in line."""
 
 
 @dataclass(frozen=True, slots=True)
