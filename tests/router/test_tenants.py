@@ -555,3 +555,65 @@ def test_who_was_served_more_than_it_asked_for_waits_for_longer(tmp_path: Path) 
     assert first() == "a"
     served("a", None)  # which an engine refused
     assert first() == "a"
+
+
+def image(name: str, num_bytes: int) -> dict[str, Any]:
+    url = f"data:image/png;base64,{'iVBORw0KGgo/' * (num_bytes // 12)}"
+    return {"type": "image_url", "image_url": {"url": url}, "uuid": name}
+
+
+@pytest.mark.parametrize("num_prefills", [0, 1])
+def test_a_prompt_costs_what_engines_count_and_not_what_it_looks_like(
+    tmp_path: Path, num_prefills: int
+) -> None:
+    config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 40000}})
+
+    async def test() -> None:
+        async with deployed(num_prefills, 1, config) as d:
+            chat = [{"role": "user", "content": [image("x", 120000)]}]
+            num_tokens = len(json.dumps(chat)) // 4
+            for i, stream in enumerate((True, False), 1):
+                ask = {"messages": chat, "max_tokens": 4, "stream": stream}
+                if stream and not num_prefills:  # else nobody tells
+                    ask["stream_options"] = {"include_usage": True}
+                assert (await d.post("/v1/chat/completions", **of("a"), **ask))[0] == 200
+                assert d.count("tenant_tokens_total", tenant="a", part="prompt") == i * num_tokens
+            status, _, _ = await d.post("/v1/chat/completions", **of("a"), **ask)
+            assert status == 429  # for what the first two had
+
+    run(test)
+
+
+def test_a_prompt_that_was_computed_is_paid_for_also_if_the_rest_is_refused(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 600}})
+
+    async def test() -> None:
+        async with deployed(1, 1, config) as d:
+            d.decodes[0].script("status(400), status(400)")
+            for expected in (400, 429):
+                assert (await d.post(**of("a"), prompt=[1] * 500, max_tokens=50))[0] == expected
+            assert len(d.prefills[0].received) == 1
+            assert d.count("tenant_tokens_total", tenant="a", part="prompt") == 500
+
+    run(test)
+
+
+def test_what_is_computed_in_the_background_is_in_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "LOOK_S", 0.01)
+    config = sharing(tmp_path, tenants={"a": {"max_requests": 1}})
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            ask = {"input": "Hello", "background": True}
+            with queued_responses():
+                status, _, told = await d.post(RESPONSES, **of("a"), **ask)
+            assert status == 200
+            assert (await d.post(RESPONSES, **of("a"), **ask))[0] == 429
+            d.decodes[0].stored[json.loads(told)["id"]]["status"] = "completed"
+            (instance,) = d.router.registry
+            await until(lambda: instance.num_background == 0)
+            assert (await d.post(**of("a")))[0] == 200
+
+    run(test)

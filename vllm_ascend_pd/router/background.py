@@ -16,7 +16,7 @@ import msgspec
 
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.failures import Failure, FailureKind
-from vllm_ascend_pd.router.prefilled import find_answer_tokens
+from vllm_ascend_pd.router.prefilled import NumTokens, find_num_tokens
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.router.config import Timeouts
@@ -39,17 +39,17 @@ class Background:
     """Event loop thread."""
 
     timeouts: Timeouts
-    _tasks: set[asyncio.Task[int | None]] = field(default_factory=set)
+    _tasks: set[asyncio.Task[NumTokens]] = field(default_factory=set)
 
     def follow(
         self, instance: Instance, response_id: str, headers: Headers
-    ) -> asyncio.Task[int | None]:
-        """One that the engine has taken; at its end, its tokens if the engine said how many."""
+    ) -> asyncio.Task[NumTokens]:
+        """One that the engine has taken; at its end, the tokens that the engine told."""
         task = asyncio.ensure_future(self._follow(instance, response_id, headers))
         instance.num_background += 1
         self._tasks.add(task)
 
-        def ended(task: asyncio.Task[int | None]) -> None:
+        def ended(task: asyncio.Task[NumTokens]) -> None:
             instance.num_background -= 1
             self._tasks.discard(task)
 
@@ -61,7 +61,7 @@ class Background:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _follow(self, instance: Instance, response_id: str, headers: Headers) -> int | None:
+    async def _follow(self, instance: Instance, response_id: str, headers: Headers) -> NumTokens:
         """Until it has ended, is lost, or has taken longer than any answer may."""
         try:
             async with timeout(self.timeouts.answer_s):
@@ -69,15 +69,15 @@ class Background:
                 while not instance.is_gone:
                     found = await _ask(instance, response_id, headers)
                     if isinstance(found, bytes):
-                        return find_answer_tokens(found)
+                        return find_num_tokens(found)
                     if found is FailureKind.CONNECT and not instance.breaker.closed:
-                        return None
+                        return NumTokens()
                     # Each look costs the engine an answer, and a line in its log.
                     waited_s = time.monotonic() - began
                     await asyncio.sleep(min(max(LOOK_S, waited_s / 10), MAX_LOOK_S))
         except TIMED_OUT:
             pass
-        return None
+        return NumTokens()
 
 
 async def _ask(

@@ -22,6 +22,7 @@ from vllm_ascend_pd.router.incoming import (
 )
 from vllm_ascend_pd.router.models import check_model
 from vllm_ascend_pd.router.policies.base import Routed
+from vllm_ascend_pd.router.prefilled import NumTokens
 from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
 from vllm_ascend_pd.router.relay import Job
 from vllm_ascend_pd.router.selection import Unavailable
@@ -120,6 +121,7 @@ class Generation:
         try:
             return await self.relay.serve(job)
         finally:
+            routed.num_prompt_tokens = trace.num_prompt_tokens or routed.num_prompt_tokens
             if self.tenants is not None:
                 self._settle(self.tenants, job)
             if self.plan is not None:
@@ -127,17 +129,22 @@ class Generation:
 
     def _settle(self, tenants: Tenants, job: Job) -> None:
         """At its end, which for one in the background is yet to come."""
+        routed, tenant = job.routed, job.trace.tenant
+        assert tenant is not None
 
-        def ended(computing: asyncio.Task[int | None]) -> None:
-            told = None if computing.cancelled() else computing.result()
-            tenants.settle(job.routed, job.body.num_max_tokens if told is None else told)
+        def ended(computing: asyncio.Task[NumTokens]) -> None:
+            tenant.num_requests -= 1
+            told = NumTokens() if computing.cancelled() else computing.result()
+            routed.num_prompt_tokens = told.prompt or routed.num_prompt_tokens
+            tenants.settle(routed, job.body.num_max_tokens if told.answer is None else told.answer)
 
         if job.background is not None:
+            tenant.num_requests += 1
             job.background.add_done_callback(ended)
         elif job.body.is_background and job.trace.outcome == "disconnected":
-            tenants.settle(job.routed, job.body.num_max_tokens)  # the engine may go on with it
+            tenants.settle(routed, job.body.num_max_tokens)  # the engine may go on with it
         else:
-            tenants.settle(job.routed, _num_tokens_to_pay(job.trace))
+            tenants.settle(routed, _num_tokens_to_pay(job.trace))
 
     def _plan_for(self, plan: PlannedRoles, routed: Routed, trace: Trace) -> None:
         answering = self.selector.registry.get(trace.decode)
@@ -207,8 +214,9 @@ def _name_as_told(trace: Trace, told: str | None) -> None:
 
 
 def _num_tokens_to_pay(trace: Trace) -> int | None:
-    """Of the answer; ``None``: no engine has taken the request."""
-    if not trace.num_attempts or trace.outcome == "client_error":
+    """Of the answer; ``None``: no engine has taken the request. One that D refuses P may have."""
+    is_refused = trace.outcome == "client_error" and trace.num_prompt_tokens is None
+    if not trace.num_attempts or is_refused:
         return None
     return trace.num_answer_tokens
 

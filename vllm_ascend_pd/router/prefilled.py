@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -157,10 +157,20 @@ _ANSWER = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*\d')
 say."""
 
 
-def find_answer_tokens(data: bytes) -> int | None:
-    """Tokens of the answer so far, if an answer or events say how many; the last one counts."""
-    told = [usage.num_answer_tokens for usage in _usages(data)] if _ANSWER.search(data) else []
-    return next((number for number in reversed(told) if number is not None), None)
+class NumTokens(NamedTuple):
+    """As an engine said; ``None``: it did not."""
+
+    prompt: int | None = None
+    answer: int | None = None
+
+
+def find_num_tokens(data: bytes) -> NumTokens:
+    """Of the prompt, and of the answer so far, if an answer or events say; the last one counts."""
+    prompt = answer = None
+    for usage in _usages(data) if _ANSWER.search(data) else ():
+        prompt = usage.num_tokens()[0] or prompt
+        answer = answer if usage.num_answer_tokens is None else usage.num_answer_tokens
+    return NumTokens(prompt, answer)
 
 
 def find_prompt_usage(data: bytes) -> tuple[int, int] | None:

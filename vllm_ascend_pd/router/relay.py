@@ -28,7 +28,7 @@ from vllm_ascend_pd.router.bodies import Body, concurrent_params
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Legs, Stream
 from vllm_ascend_pd.router.moves import Move
-from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage
+from vllm_ascend_pd.router.prefilled import NumTokens, Prefilled, find_prompt_usage
 from vllm_ascend_pd.router.resumable import NOTHING, Promise, ask_for_token_ids, promise
 from vllm_ascend_pd.router.resumption import Broken, Resumption
 from vllm_ascend_pd.router.selection import Selector, Unavailable
@@ -84,7 +84,7 @@ class Job:
     """For its answer."""
     shows_token_ids: bool = False
     """To its client."""
-    background: asyncio.Task[int | None] | None = None
+    background: asyncio.Task[NumTokens] | None = None
     """Until its response has been computed; its tokens."""
     suspects: set[LegFailed] = field(default_factory=set)
     """What failed by 5xx, as the request may have made it."""
@@ -286,6 +286,7 @@ class Relay:
             job.admitted.prefilled()
         if isinstance(result, Prefilled):
             instance.kv = result.kv or instance.spec.kv
+            job.trace.num_prompt_tokens = result.num_prompt_tokens or None
             cached = result.num_cached_tokens
             told = None if cached is None else (result.num_prompt_tokens, cached)
             self.metrics.prefix("prefill", job.routed.num_prefill_hit_tokens, told)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from vllm_ascend_pd.router.prefilled import find_answer_tokens
+from vllm_ascend_pd.router.prefilled import find_num_tokens
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -101,7 +101,9 @@ class Trace:
     tenant: Tenant | None = None
     """Whose request it is, if the router tells tenants apart."""
     counts_tokens: bool = False
-    """Somebody wants to know ``num_answer_tokens``."""
+    """Somebody wants to know how many there are."""
+    num_prompt_tokens: int | None = None
+    """If an engine said."""
     num_answer_tokens: int = 0
     """As the engine said; of a stream that does not say, its pieces."""
     status: int = 0
@@ -123,9 +125,12 @@ class Trace:
         """A whole answer, or whole events of one, for the client."""
         self.num_bytes += len(data)
         if self.counts_tokens:
-            told = find_answer_tokens(data)
+            told = find_num_tokens(data)
+            self.num_prompt_tokens = told.prompt or self.num_prompt_tokens
             pieces = data.count(b"data: {")
-            self.num_answer_tokens = self.num_answer_tokens + pieces if told is None else told
+            self.num_answer_tokens = (
+                self.num_answer_tokens + pieces if told.answer is None else told.answer
+            )
 
     def timeline(self) -> Timeline:
         """Of a request that ends now."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens an answer has, as engines tell it."""
+"""How many tokens a prompt and its answer have, as engines tell it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from vllm_ascend_pd.router.prefilled import find_answer_tokens, find_prompt_usage
+from vllm_ascend_pd.router.prefilled import find_num_tokens, find_prompt_usage
 
 
 def test_of_several_events_the_last_one_tells() -> None:
@@ -16,8 +16,8 @@ def test_of_several_events_the_last_one_tells() -> None:
     for name in ("completion_tokens", "output_tokens"):
         told = [json.dumps({"usage": {"prompt_tokens": 9, name: number}}) for number in numbers]
         stream = "".join(f"data: {one}\n\n" for one in told)
-        assert find_answer_tokens(stream.encode()) == 500
-    assert find_answer_tokens(b'data: {"choices":[{"text":"a"}]}\n\n') is None
+        assert find_num_tokens(stream.encode()) == (9, 500)
+    assert find_num_tokens(b'data: {"choices":[{"text":"a"}]}\n\n') == (None, None)
 
 
 CLAIMS = {"usage": {"output_tokens": 0}, "output_tokens": 0, "cached_tokens": 9, "prompt_tokens": 9}
@@ -39,5 +39,5 @@ def test_what_a_client_says_that_its_engine_repeats_is_no_number_of_tokens(
 ) -> None:
     whole = json.dumps(answer).encode()
     for data in (whole, b"event: any\ndata: " + whole + b"\n\n"):
-        assert find_answer_tokens(data) == told
+        assert find_num_tokens(data) == (None, told)
         assert find_prompt_usage(data) is None

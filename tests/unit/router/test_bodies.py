@@ -306,6 +306,20 @@ def test_prompt_lengths_are_counted_or_learned() -> None:
     assert lengths.estimate("other", text) == 251
 
 
+def test_images_make_no_prompt_longer_and_say_nothing_of_texts() -> None:
+    lengths = PromptLengths()
+    text = json.dumps("so it is " * 1000).encode()
+    before = lengths.estimate("m", text)
+    url = {"url": "data:image/png;base64," + "iVBORw0KGgo/" * 10000}
+    parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "What is it?"}]
+    chat = json.dumps([{"role": "user", "content": parts}]).encode()
+    assert lengths.estimate("m", chat) < 50
+    by_url = chat.replace(url["url"].encode(), b"http://127.0.0.1/1.png")
+    for prompt, num_tokens in ((chat, 1000), (by_url, 4000), (text, 1), (b"[12345, 67890]", 2)):
+        lengths.learn("m", prompt, num_tokens)
+    assert lengths.estimate("m", text) == before
+
+
 def test_load_of_several_engines_behind_one_server_adds_up() -> None:
     text = b"""# HELP vllm:num_requests_running x
 vllm:num_requests_running{engine="0",model_name="m"} 2.0
