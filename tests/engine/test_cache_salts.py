@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from pydantic import BaseModel
 from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
+from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from tests.router.scripted_answers import check_salt
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS, RESPONSES
@@ -62,3 +65,14 @@ def test_scripted_engines_take_the_same_salts(salt: Any) -> None:
         return True
 
     assert takes(check_salt) == takes(validate_cache_salt)
+
+
+def test_vllm_looks_at_no_byte_of_an_image_that_has_a_name() -> None:
+    """So names of several tenants must not meet."""
+    names = []
+    for colour in ("red", "blue"):
+        images = ImageProcessorItems([Image.new("RGB", (8, 8), colour)])
+        items = MultiModalDataItems({"image": images})
+        inputs = ProcessorInputs([], items, {"image": ["mine"]})
+        names.append(inputs.get_mm_hashes("model", "sha256"))
+    assert names == [{"image": ["mine"]}] * 2

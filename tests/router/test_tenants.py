@@ -584,6 +584,42 @@ def test_a_prompt_costs_what_engines_count_and_not_what_it_looks_like(
     run(test)
 
 
+def test_what_media_are_called_is_each_tenants_own(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {}}, cache_salts=True)
+
+    async def test() -> None:
+        async with deployed(1, 1, config) as d:
+            parts = [image("x", 12), {"type": "text", "text": '"uuid"'}, image("", 12)]
+            chat = [{"role": "system", "content": "uuid"}, {"role": "user", "content": parts}]
+            spelled = json.dumps({"model": "tiny", "messages": chat}).replace("uuid", "\\u0075uid")
+            url = d.url + "/v1/chat/completions"
+            async with d.http.post(url, data=spelled, **of("a")) as response:
+                assert response.status == 200
+            for engine in (*d.prefills, *d.decodes):
+                [request] = engine.received
+                system, user = request.json["messages"]
+                assert system == chat[0]
+                assert [part.get("uuid") for part in user["content"]] == ["a|x", None, "a|"]
+                assert user["content"][1] == parts[1]
+
+    run(test)
+
+
+def test_what_is_only_passed_on_is_salted_too(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {}}, cache_salts=True)
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            for path in ("/v1/embeddings", "/pooling", "/v1/score", "/v1/else"):
+                body = {"model": "tiny", "input": "x", "cache_salt": "b|"}
+                async with d.http.post(d.url + path, json=body, **of("a")) as response:
+                    assert response.status == 200
+            salts = [request.json["cache_salt"] for request in d.decodes[0].received]
+            assert salts == ["a|b|", "a|b|", "a|b|", "b|"]
+
+    run(test)
+
+
 def test_a_prompt_that_was_computed_is_paid_for_also_if_the_rest_is_refused(tmp_path: Path) -> None:
     config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 600}})
 
@@ -615,5 +651,24 @@ def test_what_is_computed_in_the_background_is_in_progress(
             (instance,) = d.router.registry
             await until(lambda: instance.num_background == 0)
             assert (await d.post(**of("a")))[0] == 200
+
+    run(test)
+
+
+def test_whether_a_prompt_was_tokenized_lately_is_known_to_its_tenant_alone(tmp_path: Path) -> None:
+    config = sharing(
+        tmp_path,
+        replace(FAST, policy="prefix-aware"),
+        tenants={"a": {}, "b": {}},
+        cache_salts=True,
+    )
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            told = []
+            for tenant in "aabb":
+                assert (await d.post(**of(tenant)))[0] == 200
+                told.append(d.decodes[0].num_tokenized)
+            assert told == [1, 1, 2, 2]
 
     run(test)

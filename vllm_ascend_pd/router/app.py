@@ -156,13 +156,13 @@ class Router:
             Resumption(config, self.admission, self.legs, self.metrics, self.tracing, self.moves),
             self._background,
         )
-        self.passthrough = Passthrough(
-            config, self.selector, self.admission, self.legs, self.metrics
-        )
         self.tenants = (
             Tenants(config.tenants_file, self.metrics, config.num_workers)
             if config.tenants_file
             else None
+        )
+        self.passthrough = Passthrough(
+            config, self.selector, self.admission, self.legs, self.metrics, self.tenants
         )
         plan = _make_plan(config)
         self._counts_tokens = self.tenants is not None or plan is not None

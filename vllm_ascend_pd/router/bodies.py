@@ -86,7 +86,7 @@ class Body:
 
     def string(self, name: str) -> str | None:
         """One of its fields; ``BadRequest`` if it is no string."""
-        return _string(self.fields, name)
+        return string_of(self.fields, name)
 
     def says(self, name: str) -> bool:
         """Whether one of its fields is there, and not null."""
@@ -106,6 +106,10 @@ class Body:
     def add(self, name: str, value: msgspec.Raw) -> None:
         """For the engine that decodes, whatever the client says there."""
         self.fields[name] = value
+        self.raw = _encoder.encode(self.fields)
+
+    def fields_changed(self) -> None:
+        """Somebody has written to them."""
         self.raw = _encoder.encode(self.fields)
 
     def drop(self, name: str) -> None:
@@ -148,7 +152,7 @@ class Body:
 
 def parse(path: str, raw: bytes) -> Body:
     """``BadRequest`` for what no engine can read."""
-    fields = _decode_fields(raw)
+    fields = decode_fields(raw)
     changed = [fields.pop(name, None) for name in ENGINE_PARAMS] != [None] * len(ENGINE_PARAMS)
     if XARGS in fields:
         changed |= _drop_from_xargs(fields)
@@ -156,14 +160,14 @@ def parse(path: str, raw: bytes) -> Body:
     first = bytes(fields.get(api.prompt[0], b""))
     if not first and not _has_embeds(fields):
         raise BadRequest(f"'{api.prompt[0]}' is missing", api.prompt[0])
-    previous = _string(fields, "previous_response_id") if path == RESPONSES else None
+    previous = string_of(fields, "previous_response_id") if path == RESPONSES else None
     num_prompts = _num_prompts(path, first)
     num_answers = num_prompts * max(1, _number(fields, "n") or 1)
     return Body(
         path,
         _encoder.encode(fields) if changed else raw,
         fields,
-        _string(fields, "model"),
+        string_of(fields, "model"),
         b"".join(bytes(fields.get(name, b"")) for name in api.prompt),
         "previous_response" if previous else _decode_only(path, fields, num_prompts),
         num_answers * _num_max_tokens(fields, api.max_tokens),
@@ -188,7 +192,7 @@ class Batch:
 
     def string(self, name: str) -> str | None:
         """One of its fields; ``BadRequest`` if it is no string."""
-        return _string(self.fields, name)
+        return string_of(self.fields, name)
 
     def body(self, index: int) -> bytes:
         return _encoder.encode({**self.fields, "messages": self.chats[index]})
@@ -196,11 +200,11 @@ class Batch:
 
 def split_batch(raw: bytes) -> Batch | str:
     """Or the field that asks for what only an engine can answer or refuse."""
-    fields = _decode_fields(raw)
+    fields = decode_fields(raw)
     for name in ("stream", "tools", "use_beam_search"):
         if _is_true(fields, name):
             return name
-    if _decode_any(bytes(fields.pop("n", b"1"))) not in (1, None):
+    if decode_any(bytes(fields.pop("n", b"1"))) not in (1, None):
         return "n"
     try:
         chats = _items_decoder.decode(fields.pop("messages", b""))
@@ -212,7 +216,7 @@ def split_batch(raw: bytes) -> Batch | str:
 def parse_other(raw: bytes, *names: str) -> tuple[bytes, list[str | None]]:
     """Any other JSON request: without the fields that name a peer of the engine; and what it says
     in the fields of these names, ``BadRequest`` for one that is no string."""
-    value = _decode_any(raw)
+    value = decode_any(raw)
     told = []
     for name in names:
         text = value.get(name) if isinstance(value, dict) else None
@@ -222,14 +226,14 @@ def parse_other(raw: bytes, *names: str) -> tuple[bytes, list[str | None]]:
     return _encoder.encode(value) if _drop_params(value) else raw, told
 
 
-def _decode_fields(raw: bytes) -> Fields:
+def decode_fields(raw: bytes) -> Fields:
     try:
         return _fields_decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise BadRequest(f"the body is not a JSON object: {e}") from e
 
 
-def _decode_any(raw: bytes) -> Any:
+def decode_any(raw: bytes) -> Any:
     try:
         return _any_decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
@@ -237,7 +241,7 @@ def _decode_any(raw: bytes) -> Any:
 
 
 def _drop_from_xargs(fields: Fields) -> bool:
-    xargs = _decode_any(bytes(fields[XARGS]))
+    xargs = decode_any(bytes(fields[XARGS]))
     if not _drop_names(xargs):
         return False
     fields[XARGS] = msgspec.Raw(_encoder.encode(xargs))
@@ -265,11 +269,11 @@ def _drop_params(value: Any) -> bool:
     return dropped | _drop_names(value.get("extra_args"))
 
 
-def _string(fields: Fields, name: str) -> str | None:
+def string_of(fields: Fields, name: str) -> str | None:
     raw = fields.get(name)
     if raw is None or bytes(raw) == b"null":
         return None
-    value = _decode_any(bytes(raw))
+    value = decode_any(bytes(raw))
     if not isinstance(value, str):
         raise BadRequest(f"'{name}' must be a string", name)
     return value or None
@@ -301,7 +305,7 @@ def _has_embeds(fields: Fields) -> bool:
 
 
 def _forces_call(fields: Fields) -> bool:
-    choice = _decode_any(bytes(fields.get("tool_choice", b"null")))
+    choice = decode_any(bytes(fields.get("tool_choice", b"null")))
     return isinstance(choice, dict) and choice.get("type") in ("any", "tool")
 
 

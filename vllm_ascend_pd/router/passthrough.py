@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
     from vllm_ascend_pd.router.selection import Selector
+    from vllm_ascend_pd.router.tenants import Tenants
     from vllm_ascend_pd.router.trace import Trace
 
 REFUSED = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
@@ -47,6 +48,19 @@ ENGINE_PATHS = (
     "/v2/rerank",
 )
 """What is passed on beside ``/v1/*``."""
+CACHED = frozenset(
+    {
+        "/classify",
+        "/pooling",
+        "/rerank",
+        "/score",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/v1/score",
+        "/v2/rerank",
+    }
+)
+"""Of whose prompts engines cache prefixes, by a salt if there is one."""
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "PATCH"})
 
 
@@ -59,6 +73,7 @@ class Passthrough:
     admission: Admission
     legs: Legs
     metrics: Metrics
+    tenants: Tenants | None = None
 
     async def serve(self, trace: Trace) -> web.StreamResponse:
         request, own = trace.request, {"x-request-id": trace.request_id}
@@ -90,6 +105,8 @@ class Passthrough:
         elif raw:
             raw, (model, *named) = parse_other(raw, "model", *([key] if key else []))
             session = session or next(iter(named), None)
+            if self.tenants is not None and trace.tenant is not None and request.path in CACHED:
+                raw = self.tenants.salted(raw, trace.tenant)
         if raw:
             check_model(model, self.selector.registry.decodes)
         routed = Routed(

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import re
@@ -26,8 +25,10 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import read_private
 from vllm_ascend_pd.router.admission import TooMany
 from vllm_ascend_pd.router.auth import bearer_token, digest_of
+from vllm_ascend_pd.router.bodies import BadRequest, decode_fields
+from vllm_ascend_pd.router.salts import MAX_SALTED_NAME, salt
+from vllm_ascend_pd.router.stored import is_of
 from vllm_ascend_pd.router.watched_file import WatchedFile
-from vllm_ascend_pd.types import TENANT_END
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,9 +45,6 @@ logger = logging.getLogger(__name__)
 OPTION = "--tenants-file"
 OTHERS = "others"
 BUSY_RETRY_AFTER_S = 1
-MAX_SALT = 128
-"""Characters that vLLM allows."""
-MAX_SALTED_NAME = MAX_SALT - len(TENANT_END) - 2 * hashlib.sha256().digest_size
 _MAX_BYTES = 4 << 20
 
 Positive = Annotated[int, Meta(ge=1, description="must be at least 1")]
@@ -177,14 +175,19 @@ class Tenants:
         return self._by_key.get(digest_of(key or ""), self._by_name[OTHERS])
 
     def add_salt(self, body: Body, tenant: Tenant) -> None:
-        """Of the tenant's prefixes, if the file says so; ``BadRequest`` if the client's own is no
-        string."""
+        """What is cached of it is its tenant's alone, if the file says so; ``BadRequest`` if the
+        client's own salt is no string."""
         if self._file.cache_salts:
-            own, begin = body.string("cache_salt") or "", tenant.name + TENANT_END
-            if len(begin + own) > MAX_SALT:
-                own = digest_of(own).hex()
-            salt = begin + own
-            body.add("cache_salt", msgspec.Raw(msgspec.json.encode(salt)))
+            salt(body.fields, tenant.name)
+            body.fields_changed()
+
+    def salted(self, raw: bytes, tenant: Tenant) -> bytes:
+        """The same for the JSON of a request that is only passed on."""
+        if not self._file.cache_salts:
+            return raw
+        fields = decode_fields(raw)
+        salt(fields, tenant.name)
+        return msgspec.json.encode(fields)
 
     def charge(self, routed: Routed) -> TooMany | None:
         """The tokens of a request of a tenant, before it is routed."""
