@@ -620,6 +620,28 @@ def test_what_is_only_passed_on_is_salted_too(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_stored_response_is_its_tenants(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {}, "b": {}})
+
+    async def test() -> None:
+        async with deployed(1, 1, config) as d:
+            _, _, body = await d.post(RESPONSES, **of("a"), input="Hello")
+            response_id = json.loads(body)["id"]
+            assert response_id in d.decodes[0].stored
+            url = f"{d.url}{RESPONSES}/{response_id}"
+            for tenant, expected in (("a", 200), ("b", 404), ("nobody", 404)):
+                async with d.http.get(url, **of(tenant)) as response:
+                    assert response.status == expected
+                async with d.http.post(url + "/cancel", **of(tenant)) as response:
+                    assert response.status == expected
+                ask = {"input": "And?", "previous_response_id": response_id}
+                status, _, body = await d.post(RESPONSES, **of(tenant), **ask)
+                assert status == expected
+                assert (status == 200) or f"'{response_id}' not found" in str(json.loads(body))
+
+    run(test)
+
+
 def test_a_prompt_that_was_computed_is_paid_for_also_if_the_rest_is_refused(tmp_path: Path) -> None:
     config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 600}})
 

@@ -280,7 +280,7 @@ class Router:
             with self.tracing.request(trace), in_progress(trace.tenant) as refused:
                 return not_admitted(trace, refused) if refused else await handle(trace)
         except BadRequest as e:
-            return self._refuse(trace, 400, "client_error", str(e), e.param)
+            return self._refuse(trace, e.status, "client_error", str(e), e.param)
         except BodyError as e:
             return self._refuse(trace, e.status, "client_error", str(e))
         except ConnectionError as e:  # the client went away while we wrote

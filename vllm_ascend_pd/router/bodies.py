@@ -50,11 +50,12 @@ _PROMPTS = re.compile(rb'\[\s*["\[]')
 
 
 class BadRequest(Exception):
-    """The client's body cannot be routed; answered with 400."""
+    """The client's request cannot be routed; answered with ``status``."""
 
-    def __init__(self, message: str, param: str | None = None) -> None:
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
         super().__init__(message)
         self.param = param
+        self.status = status
 
 
 @dataclass(slots=True)
@@ -83,6 +84,8 @@ class Body:
     previous_response: str | None
     response_id: str = ""
     """That the engine which decodes was told last."""
+    tenant: str = ""
+    """Whose a response is that an engine stores, if the router tells tenants apart."""
 
     def string(self, name: str) -> str | None:
         """One of its fields; ``BadRequest`` if it is no string."""
@@ -142,10 +145,10 @@ class Body:
 
     def for_decode(self, params: msgspec.Raw | None, instance_id: str) -> bytes:
         """The client's request, and where the KV of its prompt is. A response that may be stored
-        gets an id that says in which instance."""
+        gets an id that says in which instance, and whose it is."""
         added: Fields = {} if params is None else {KV_PARAMS: params}
         if self.path == RESPONSES:
-            self.response_id = stored.new_response_id(instance_id)
+            self.response_id = stored.new_response_id(instance_id, self.tenant)
             added["request_id"] = msgspec.Raw(_encoder.encode(self.response_id))
         return _encoder.encode({**self.fields, **added}) if added else self.raw
 

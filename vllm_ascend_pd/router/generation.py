@@ -26,7 +26,7 @@ from vllm_ascend_pd.router.prefilled import NumTokens
 from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
 from vllm_ascend_pd.router.relay import Job
 from vllm_ascend_pd.router.selection import Unavailable
-from vllm_ascend_pd.router.tenants import more_in_progress
+from vllm_ascend_pd.router.tenants import check_response, more_in_progress
 from vllm_ascend_pd.router.trace import Trace
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class Generation:
 
     async def _one(self, trace: Trace, body: Body) -> web.StreamResponse:
         check_model(body.model, self.selector.registry.decodes)
+        check_response(body.previous_response, trace.tenant)
         key = self.config.session_key
         routed = Routed(
             self.lengths.estimate(body.model, body.prompt),
@@ -111,6 +112,7 @@ class Generation:
         )
         if self.tenants is not None and trace.tenant is not None:
             self.tenants.add_salt(body, trace.tenant)
+            body.tenant = trace.tenant.name
             body.drop("stream_interval")  # each piece of a stream is a token then, and is counted
         if self.selector.policy.needs_token_ids:
             await self._find_token_ids(body, routed, trace.headers)

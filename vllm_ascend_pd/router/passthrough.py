@@ -24,6 +24,7 @@ from vllm_ascend_pd.router.models import check_model, model_of_form
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.selection import Unavailable
 from vllm_ascend_pd.router.stored import response_of
+from vllm_ascend_pd.router.tenants import check_response
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -109,10 +110,12 @@ class Passthrough:
                 raw = self.tenants.salted(raw, trace.tenant)
         if raw:
             check_model(model, self.selector.registry.decodes)
+        response = response_of(request.path)
+        check_response(response, trace.tenant)
         routed = Routed(
             session=session,
             model=model,
-            previous_response=response_of(request.path),
+            previous_response=response,
             alone="passed on",
             tenant=trace.tenant,
         )

@@ -274,3 +274,11 @@ def more_in_progress(tenant: Tenant | None, num: int) -> Iterator[int]:
         yield num
     finally:
         tenant.num_requests -= num
+
+
+def check_response(response_id: str | None, tenant: Tenant | None) -> None:
+    """``BadRequest``, as of one that nobody has stored, if the response that a request is about, or
+    goes on from, is another tenant's."""
+    if tenant is None or response_id is None or is_of(response_id, tenant.name):
+        return
+    raise BadRequest(f"Response with id {response_id!r} not found.", status=404)
