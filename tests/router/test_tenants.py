@@ -642,6 +642,42 @@ def test_a_stored_response_is_its_tenants(tmp_path: Path) -> None:
     run(test)
 
 
+def test_a_tenant_sees_its_own_requests_and_the_operator_all(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("the token")
+    token.chmod(0o600)
+    keys = tmp_path / "keys"
+    keys.write_text("sk-a\nsk-b\n")
+    keys.chmod(0o600)
+    config = sharing(tmp_path, tenants={"a": {"keys": ["sk-a"]}, "b": {"keys": ["sk-b"]}})
+    config = replace(config, registration_token_file=token, api_keys_file=keys)
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            d.decodes[0].script("status(500), status(500), status(500), ok")
+            for tenant in "ab":
+                headers = {**key(f"sk-{tenant}")["headers"], "X-Request-Id": f"of-{tenant}"}
+                await d.post(headers=headers)
+            told = {}
+            for name in ("sk-a", "sk-b", "the token"):
+                async with d.http.get(d.url + "/status", **key(name)) as response:
+                    found = await response.json()
+                async with d.http.get(d.url + "/instances", **key(name)) as response:
+                    [instance] = await response.json()
+                ids = [timeline["request_id"] for timeline in found["timelines"]]
+                errors = found["instances"][0]["errors"]
+                told[name] = found["tenant"], ids, bool(errors), bool(instance["last_error"])
+            assert told == {
+                "sk-a": ("a", ["of-a"], False, False),
+                "sk-b": ("b", ["of-b"], False, False),
+                "the token": (None, ["of-a", "of-b"], True, True),
+            }
+            async with d.http.get(d.url + "/status") as response:
+                assert response.status == 401
+
+    run(test)
+
+
 def test_a_prompt_that_was_computed_is_paid_for_also_if_the_rest_is_refused(tmp_path: Path) -> None:
     config = sharing(tmp_path, tenants={"a": {"tokens_per_minute": 600}})
 

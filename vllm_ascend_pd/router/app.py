@@ -42,7 +42,7 @@ from vllm_ascend_pd.router.metrics import Metrics
 from vllm_ascend_pd.router.moves import Moves
 from vllm_ascend_pd.router.openapi import document
 from vllm_ascend_pd.router.operator import OperatorRoutes, OwnRequests
-from vllm_ascend_pd.router.page import instances, page, status
+from vllm_ascend_pd.router.page import instances, page, seen_by, status
 from vllm_ascend_pd.router.passthrough import ENGINE_PATHS, Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
@@ -326,14 +326,16 @@ class Router:
         return json_response(document())
 
     async def _status(self, request: web.Request) -> web.Response:
-        if not self._is_authorized(request):
+        if not self._may_look(request):
             return error_response(401, "unauthorized", "a valid API key is needed")
-        return json_response(status(await self._snapshot(), self.config))
+        tenant = self._tenant_that_looks(request)
+        return json_response(status(await self._snapshot(), self.config, tenant))
 
     async def _instances(self, request: web.Request) -> web.Response:
-        if not self._is_authorized(request):
+        if not self._may_look(request):
             return error_response(401, "unauthorized", "a valid API key is needed")
-        return json_response(instances(await self._snapshot()))
+        tenant = self._tenant_that_looks(request)
+        return json_response(instances(seen_by(tenant, await self._snapshot())))
 
     async def _registered(self, request: web.Request) -> web.Response:
         return self.registered.refuse(request) or json_response(instances(await self._snapshot()))
@@ -352,6 +354,16 @@ class Router:
         if self._keys is None:
             return True
         return self._keys.accepts(bearer_token(request.headers.get("Authorization")))
+
+    def _may_look(self, request: web.Request) -> bool:
+        """At what the router does."""
+        return self._is_authorized(request) or self.registered.has_token(request)
+
+    def _tenant_that_looks(self, request: web.Request) -> str | None:
+        """``None``: it may see what is others', as an operator, or where there are no tenants."""
+        if self.tenants is None or self.registered.refuse(request) is None:
+            return None
+        return self.tenants.of(request).name
 
     def refused(self, request: web.BaseRequest, status: int, message: str) -> None:
         """No handler has answered it."""

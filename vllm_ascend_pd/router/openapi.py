@@ -90,6 +90,7 @@ SCHEMAS: dict[str, Schema] = {
             "prefix_tokens": _object({"expected": INTEGER, "cached": INTEGER}),
         },
         ttft_mean_s={"type": ["number", "null"]},
+        tenant={"type": ["string", "null"]},
     ),
     "Health": _object({"status": {"enum": ["ok", "degraded"]}}),
     "Event": _object({"data": STRING}),

@@ -30,14 +30,28 @@ def page() -> web.Response:
     return web.Response(text=text, content_type="text/html", headers=headers)
 
 
-def status(snapshot: Snapshot, config: RouterConfig) -> dict[str, Any]:
-    """What the router is doing, as plain JSON values."""
+def seen_by(tenant: str | None, snapshot: Snapshot) -> Snapshot:
+    """By one of several tenants: its own requests, and of engines no errors, which may tell of
+    others' requests. ``None`` sees all."""
+    if tenant is None:
+        return snapshot
+    return msgspec.structs.replace(
+        snapshot,
+        timelines=[one for one in snapshot.timelines if one.tenant == tenant],
+        instances=[msgspec.structs.replace(one, errors=[]) for one in snapshot.instances],
+    )
+
+
+def status(snapshot: Snapshot, config: RouterConfig, tenant: str | None = None) -> dict[str, Any]:
+    """What the router is doing, as plain JSON values, as ``tenant`` may see it."""
+    snapshot = seen_by(tenant, snapshot)
     count = snapshot.num_recent
     requests = {labels[0]: int(count) for labels, count in snapshot.counters["requests"]}
     return {
         "version": __version__,
         "policy": config.policy,
         "order": config.order,
+        "tenant": tenant,
         "num_workers": config.num_workers,
         "in_progress": snapshot.num_requests,
         "queued": snapshot.num_queued,

@@ -50,6 +50,8 @@ class Timeline(msgspec.Struct, kw_only=True):
     ended_at: float
     """Unix time, seconds."""
     request_id: str
+    tenant: str = ""
+    """Whose it was, if the router tells tenants apart."""
     path: str
     model: str
     order: str
@@ -137,6 +139,7 @@ class Trace:
         return Timeline(
             ended_at=time.time(),
             request_id=self.request_id,
+            tenant=self.tenant.name if self.tenant else "",
             path=self.request.path,
             model=self.model,
             order=self.order,

@@ -249,10 +249,15 @@ class RegisteredDiscovery:
 
         return handle
 
+    def has_token(self, request: web.Request) -> bool:
+        return self._token is not None and self._token.accepts(
+            bearer_token(request.headers.get("Authorization"))
+        )
+
     def refuse(self, request: web.Request) -> web.Response | None:
         """The answer to somebody who is no engine of ours."""
         if self._token is not None:
-            if self._token.accepts(bearer_token(request.headers.get("Authorization"))):
+            if self.has_token(request):
                 return None
             return error_response(403, "forbidden", "the registration token is wrong or missing")
         # A browser on this host sends simple requests for any page without a preflight.
