@@ -11,7 +11,7 @@ import pytest
 
 from tests.router.harness import Deployment, deployed, run, until
 from vllm_ascend_pd.router import health
-from vllm_ascend_pd.router.models import MAX_PARTS
+from vllm_ascend_pd.router.models import MAX_NAME, MAX_PARTS
 
 PASSED = ("/v1/embeddings", "/v1/messages/count_tokens", "/v1/what/ever")
 
@@ -135,6 +135,19 @@ def test_request_without_a_model_needs_one_that_all_serve(path: str) -> None:
                     error = (await response.json())["error"]
                 assert error["param"] == "model"
                 assert "large, large-adapter, tiny" in error["message"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_name_that_no_model_can_have_is_neither_kept_nor_sent_on(path: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 1) as d:
+            status, _, body = await d.post(path, model="x" * (MAX_NAME + 1))
+            error = json.loads(body)["error"]
+            assert (status, error["param"], len(error["message"]) < 100) == (400, "model", True)
+            assert not d.decodes[0].received
+            assert not d.router.metrics.snapshot().timelines
 
     run(test)
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # It warns of what a client has sent wrong; the client is told, and the access log has its 400.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
+MAX_NAME = 4096
+"""Characters of a model's name, which may be a path. It is kept, shown and logged."""
 MAX_PARTS = 128
 """Of a form."""
 _UTF_8 = (b"utf-8", b"utf8")
@@ -31,7 +33,10 @@ _FORBIDDEN = [word.encode() for word in (*ENGINE_PARAMS, "\\u")]
 
 
 def check_model(model: str | None, instances: Iterable[Instance]) -> None:
-    """``BadRequest`` if a request names no model and the engines do not all serve the same one."""
+    """``BadRequest`` if a request names none and the engines do not all serve the same one, or if
+    no model can have that name."""
+    if model is not None and len(model) > MAX_NAME:
+        raise BadRequest(f"'model' is longer than {MAX_NAME} characters", "model")
     if model is not None:
         return
     served = [set(one.models) for one in instances if one.models]
