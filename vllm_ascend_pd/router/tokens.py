@@ -11,6 +11,9 @@ BYTES_PER_TOKEN = 0.5, 16.0
 _WEIGHT = 0.05
 _TOKEN_IDS = re.compile(rb"\[\s*\d")
 _MEDIA_BYTES = 4096
+MEDIA_TOKENS = 1024
+"""Of an image or the like whose bytes are in the prompt; some have a quarter of that, some four
+times as many."""
 
 
 class PromptLengths:
@@ -20,12 +23,12 @@ class PromptLengths:
         self._bytes_per_token: dict[str | None, float] = {}
 
     def estimate(self, model: str | None, prompt: bytes) -> int:
-        """Tokens of a prompt, given as its JSON, without those of images and the like. Token ids
-        are counted."""
+        """Tokens of a prompt, given as its JSON. Token ids are counted."""
         if _TOKEN_IDS.match(prompt):
             return prompt.count(b",") + 1
         ratio = self._bytes_per_token.get(model, START_BYTES_PER_TOKEN)
-        return int(_num_text_bytes(prompt) / ratio) + 1
+        num_bytes, num_media = _text_and_media(prompt)
+        return int(num_bytes / ratio) + num_media * MEDIA_TOKENS + 1
 
     def learn(self, model: str | None, prompt: bytes, num_tokens: int) -> None:
         """An engine counted ``num_tokens`` in this prompt. What is no text says nothing of other
@@ -33,21 +36,24 @@ class PromptLengths:
         if _TOKEN_IDS.match(prompt):
             return
         lowest, highest = BYTES_PER_TOKEN
-        num_bytes = _num_text_bytes(prompt)
-        if not num_tokens * lowest <= num_bytes <= num_tokens * highest or not num_bytes:
+        num_bytes, num_media = _text_and_media(prompt)
+        is_text = num_tokens * lowest <= num_bytes <= num_tokens * highest
+        if num_media or not is_text or not num_bytes:
             return
         ratio = num_bytes / num_tokens
         known = self._bytes_per_token.get(model)
         self._bytes_per_token[model] = ratio if known is None else known + _WEIGHT * (ratio - known)
 
 
-def _num_text_bytes(prompt: bytes) -> int:
+def _text_and_media(prompt: bytes) -> tuple[int, int]:
+    """Bytes of what is no image or the like, and how many of those there are."""
     if len(prompt) < _MEDIA_BYTES:
-        return len(prompt)
-    strings = (one for one in prompt.split(b'"') if len(one) >= _MEDIA_BYTES)
-    return len(prompt) - sum(len(one) for one in strings if _is_media(one))
-
-
-def _is_media(string: bytes) -> bool:
-    """As of an image in base64: text has no such long word."""
-    return string.isascii() and b" " not in string and b"\\" not in string
+        return len(prompt), 0
+    strings = prompt.split(b'"')
+    media = [
+        len(one)
+        for number, one in enumerate(strings)
+        if len(one) >= _MEDIA_BYTES
+        and (one.startswith(b"data:") or b"data" in strings[max(0, number - 2) : number])
+    ]
+    return len(prompt) - sum(media), len(media)

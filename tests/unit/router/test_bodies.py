@@ -19,7 +19,7 @@ from vllm_ascend_pd.router.config import Timeouts
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.health import parse_load
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage, parse_prefill_answer
-from vllm_ascend_pd.router.tokens import PromptLengths
+from vllm_ascend_pd.router.tokens import MEDIA_TOKENS, PromptLengths
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -306,16 +306,22 @@ def test_prompt_lengths_are_counted_or_learned() -> None:
     assert lengths.estimate("other", text) == 251
 
 
-def test_images_make_no_prompt_longer_and_say_nothing_of_texts() -> None:
+def test_image_counts_as_one_whatever_its_bytes_and_says_nothing_of_texts() -> None:
     lengths = PromptLengths()
     text = json.dumps("so it is " * 1000).encode()
     before = lengths.estimate("m", text)
     url = {"url": "data:image/png;base64," + "iVBORw0KGgo/" * 10000}
     parts = [{"type": "image_url", "image_url": url}, {"type": "text", "text": "What is it?"}]
     chat = json.dumps([{"role": "user", "content": parts}]).encode()
-    assert lengths.estimate("m", chat) < 50
+    assert 0 < lengths.estimate("m", chat) - MEDIA_TOKENS < 50
+    sound = {"type": "input_audio", "input_audio": {"data": "UklGRg/" * 10000, "format": "wav"}}
+    chat_of_two = json.dumps([{"role": "user", "content": [*parts, sound]}]).encode()
+    assert 0 < lengths.estimate("m", chat_of_two) - 2 * MEDIA_TOKENS < 80
+    one_word = json.dumps("ACGT" * 10000).encode()
+    assert lengths.estimate("m", one_word) > 10000
     by_url = chat.replace(url["url"].encode(), b"http://127.0.0.1/1.png")
-    for prompt, num_tokens in ((chat, 1000), (by_url, 4000), (text, 1), (b"[12345, 67890]", 2)):
+    told = ((chat, 1000), (chat, 20000), (by_url, 4000), (text, 1), (b"[12345, 67890]", 2))
+    for prompt, num_tokens in told:
         lengths.learn("m", prompt, num_tokens)
     assert lengths.estimate("m", text) == before
 
