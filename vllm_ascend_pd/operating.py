@@ -29,7 +29,7 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     """That its client has of the answer."""
     stays: str | None
-    """Why it cannot move now; ``None`` if it can."""
+    """Why it cannot move now, or did not when it was last to; ``None`` if nothing is known."""
     moves_to: str | None
     """Where it is about to go on."""
 

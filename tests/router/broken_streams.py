@@ -7,7 +7,9 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from tests.router.harness import FAST, Deployment, events
+import msgspec
+
+from tests.router.harness import FAST, Deployment, events, until
 from tests.router.scripted_answers import Answer
 from tests.router.scripted_engine import Received, ScriptedEngine
 from vllm_ascend_pd.router.config import Retries
@@ -50,3 +52,23 @@ async def broken(d: Deployment, fault: str, **fields: Any) -> list[Any]:
     status, _, body = await d.post(**{**GREEDY, **fields})
     assert status == 200
     return events(body)
+
+
+class Fingerprints:
+    """What a deployment's decode engines are, as they said when they registered, or in metrics."""
+
+    def __init__(self, d: Deployment, *told: str) -> None:
+        self._d = d
+        self._told = told
+
+    async def registered(self) -> None:
+        for engine, fingerprint in zip(self._d.decodes, self._told, strict=True):
+            (instance,) = (i for i in self._d.router.registry if i.spec.url == engine.url)
+            spec = msgspec.structs.replace(instance.spec, fingerprint=fingerprint)
+            self._d.router.registry.put(spec)
+
+    async def in_metrics(self) -> None:
+        for engine, fingerprint in zip(self._d.decodes, self._told, strict=True):
+            labels = f'engine="0",epoch="e",fingerprint="{fingerprint}",kv_endpoint=""'
+            engine.metrics = f"vllm:pd_engine_info{{{labels}}} 1.0\n"
+        await until(lambda: all(i.fingerprint for i in self._d.router.registry))

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.router.broken_streams import PATIENT, resumes
+from tests.router.broken_streams import PATIENT, Fingerprints, resumes
 from tests.router.harness import Deployment, deployed, run, until
-from tests.router.moving import SLOW, Client, is_whole, listed, name
+from tests.router.moving import SLOW, Client, is_whole, listed, move, name
 from tests.router.scripted_answers import queued_responses
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
@@ -185,6 +185,31 @@ def test_only_engine_that_drains_keeps_its_streams() -> None:
             assert is_whole(await client.events(), d.decodes[0])
             outcome: dict[str, Any] = {"outcome": "stayed", "cause": "unavailable"}
             assert d.count("moves_total", reason="drain", **outcome) >= 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("way", ["registered", "in_metrics"])
+def test_streams_stay_where_others_are_of_another_version_and_an_operator_hears_why(
+    way: str,
+) -> None:
+    async def test() -> None:
+        async with deployed(0, 2, PATIENT, **SLOW) as d:
+            told = ("vllm=0.30.0 weights=a", "vllm=0.32.0 weights=a")
+            await getattr(Fingerprints(d, *told), way)()
+            client = Client(d, max_tokens=200)
+            await client.has(2)
+            leaving = next(e for e in d.decodes if e.num_in_progress)
+            other = next(e for e in d.decodes if e is not leaving)
+            [report] = await move(d, to=name(other))
+            assert (report["outcome"], report["cause"]) == ("stayed", "incompatible")
+            async with RouterOperator(d.url) as operator:
+                lines = [line async for line in drain(operator, name(leaving))]
+            assert any("1 cannot move (incompatible)" in line for line in lines), lines
+            assert is_whole(await client.rest(), leaving)
+            assert not resumes(d)
+            stayed = {"outcome": "stayed", "cause": "incompatible"}
+            assert d.count("moves_total", reason="drain", **stayed) >= 1
 
     run(test)
 

@@ -16,6 +16,7 @@ from tests.router.broken_streams import (
     ANY,
     GREEDY,
     PATIENT,
+    Fingerprints,
     broken,
     resumes,
     sent,
@@ -23,7 +24,7 @@ from tests.router.broken_streams import (
     told_ids,
     uninterrupted,
 )
-from tests.router.harness import FAST, Deployment, deployed, events, run, until
+from tests.router.harness import FAST, deployed, events, run, until
 from tests.router.scripted_answers import COMMENT, commented_events, token_id
 from tests.router.scripted_engine import Received
 from vllm_ascend_pd.resume import Resume, ResumeKey
@@ -226,26 +227,6 @@ def test_stream_ends_with_an_error_when_no_engine_is_left() -> None:
             assert d.count("resumes_total", kind="exact", outcome="unavailable") == 1
 
     run(test)
-
-
-class Fingerprints:
-    """What a deployment's decode engines are, as they said when they registered, or in metrics."""
-
-    def __init__(self, d: Deployment, *told: str) -> None:
-        self._d = d
-        self._told = told
-
-    async def registered(self) -> None:
-        for engine, fingerprint in zip(self._d.decodes, self._told, strict=True):
-            (instance,) = (i for i in self._d.router.registry if i.spec.url == engine.url)
-            spec = msgspec.structs.replace(instance.spec, fingerprint=fingerprint)
-            self._d.router.registry.put(spec)
-
-    async def in_metrics(self) -> None:
-        for engine, fingerprint in zip(self._d.decodes, self._told, strict=True):
-            labels = f'engine="0",epoch="e",fingerprint="{fingerprint}",kv_endpoint=""'
-            engine.metrics = f"vllm:pd_engine_info{{{labels}}} 1.0\n"
-        await until(lambda: all(i.fingerprint for i in self._d.router.registry))
 
 
 @pytest.mark.parametrize("way", ["registered", "in_metrics"])

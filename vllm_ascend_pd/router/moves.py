@@ -26,7 +26,7 @@ from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.handovers import Handover, live_source, until_left, until_new
 from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Stream
 from vllm_ascend_pd.router.move_states import ENDS, MOVE_TRANSITIONS, MoveEvent, MoveState
-from vllm_ascend_pd.router.policies.base import may_serve
+from vllm_ascend_pd.router.policies.base import are_partners
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,6 +68,8 @@ class Answering:
     failed_at: float | None = None
     """When the last one failed, on the host's monotonic clock."""
     num_failed: int = 0
+    failed_by: str | None = None
+    """The cause of the last one."""
 
     @property
     def num_tokens(self) -> int:
@@ -266,6 +268,7 @@ class Moves:
                 move.source.move = None  # there may be another one
                 move.source.failed_at = time.monotonic()
                 move.source.num_failed += 1
+                move.source.failed_by = found
             move.held.close()
             return
         move.found = found
@@ -310,8 +313,8 @@ class Moves:
             if obstacle is not None:
                 return obstacle
         instance = await self._find_room(move)
-        if instance is None:
-            return "unavailable"
+        if isinstance(instance, str):
+            return instance
         move.advance(MoveEvent.ASKED)
         origin = live_source(source.instance, instance)
         if source.transcript is None:
@@ -379,31 +382,34 @@ class Moves:
         another engine that switches would send it on, too.
         """
         return not _keeps(source) or any(
-            one.is_available and not one.is_switching and _may_take_over(source, one)
+            one.is_available and not one.is_switching and are_partners(source, one)
             for one in self.registry
             if one.spec.role != "prefill"
         )
 
-    async def _find_room(self, move: Move) -> Instance | None:
-        """At the target; ``None`` if it, or any, may get no request."""
+    async def _find_room(self, move: Move) -> Instance | str:
+        """At the target; or why it, or any, may not have it."""
         source = move.source.instance
-        excluded = {one for one in self.registry if not _may_take_over(source, one)} | {source}
+        others = {one for one in self.registry if not are_partners(source, one)}
+        excluded = others | {source}
         if move.target is None and _keeps(source):
             excluded |= {one for one in self.registry if one.is_switching}
         routed = replace(
             move.source.job.routed, alone="moved", excluded=excluded, target=move.target
         )
         admitted = await self.admission.admit(routed, again=True)
-        if not isinstance(admitted, Admitted):
-            return None
-        move.held.enter_context(admitted)
-        move.target = admitted.pair.decode
-        return move.target
+        if isinstance(admitted, Admitted):
+            move.held.enter_context(admitted)
+            move.target = admitted.pair.decode
+            return move.target
+        asked = self.registry if move.target is None else (move.target,)
+        there = {one for one in asked if one is not source and _answers(one, routed.model)}
+        return "incompatible" if there and there <= others else "unavailable"
 
 
-def _may_take_over(source: Instance, target: Instance) -> bool:
-    """As far as they said when they registered. Of others the target compares what counts."""
-    return may_serve(source.spec.fingerprint, target.spec.fingerprint)
+def _answers(instance: Instance, model: str | None) -> bool:
+    """Requests for this model, as far as it is up."""
+    return instance.is_available and instance.spec.role != "prefill" and instance.serves(model)
 
 
 def _keeps(source: Instance) -> bool:

@@ -128,6 +128,6 @@ def _status(one: Answering) -> RequestStatus:
         instance=one.instance.instance_id,
         age_s=time.monotonic() - trace.started,
         num_bytes=trace.num_bytes,
-        stays=one.obstacle(),
+        stays=one.obstacle() or one.failed_by,
         moves_to=move.target.instance_id if move is not None and move.target is not None else None,
     )

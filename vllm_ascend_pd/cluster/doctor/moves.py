@@ -22,6 +22,8 @@ _TIMEOUT_S = 120.0
 _FIXES = {
     "off": "start the router with --resume-streams exact",
     "unavailable": "see whether the other engine has room, and is neither drained nor down",
+    "incompatible": "requests move between engines of one fingerprint: see what `other properties`,"
+    " `model` and `KV layout` say",
     "refused": "give the router and all engines the same secret; the target's log names the cause",
     "timeout": "look at the load of the engines and the network",
     "differs": "in float32 the tokens must be equal: report it with both logs",
