@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,8 +22,9 @@ import pytest
 from tests.router.broken_streams import text
 from tests.router.harness import FAST, Deployment, deployed, events, free_port, run, until
 from vllm_ascend_pd import registration
+from vllm_ascend_pd.cluster import restart
 from vllm_ascend_pd.cluster.machine import answers
-from vllm_ascend_pd.cluster.operator import RouterOperator
+from vllm_ascend_pd.cluster.operator import NotFound, RouterOperator
 from vllm_ascend_pd.cluster.restart import RestartError, RollingRestart
 from vllm_ascend_pd.cluster.up_socket import (
     RestartOrder,
@@ -32,7 +34,7 @@ from vllm_ascend_pd.cluster.up_socket import (
     socket_path,
 )
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.processes.child import ChildSpec, Patience
+from vllm_ascend_pd.processes.child import Child, ChildSpec, Patience, State
 from vllm_ascend_pd.processes.supervisor import Supervisor
 from vllm_ascend_pd.registration import DrainOrder, name_of_rank
 
@@ -52,6 +54,8 @@ async def main(name, role, port, router, num_ranks):
     urls = {f"{router}/registry/instances/{name_of_rank(name, rank)}": rank for rank in ranks}
     async with aiohttp.ClientSession() as http:
         while not stop.is_set():
+            if "DIES" in os.environ and engine.received:
+                os._exit(3)
             for url, rank in urls.items():
                 sent = described | {"data_parallel_rank": rank}
                 async with http.put(url, json=sent) as answer:
@@ -77,8 +81,11 @@ class Cluster:
         self.supervisor = supervisor
         self.socket = socket
 
+    def child(self, name: str) -> Child:
+        return next(c for c in self.supervisor.children if c.spec.name == name)
+
     def pid(self, name: str) -> int | None:
-        return next(c.pid for c in self.supervisor.children if c.spec.name == name)
+        return self.child(name).pid
 
     async def restart(self, *names: str, drain_s: float = 30) -> list[RestartProgress]:
         order = RestartOrder(names, drain_s)
@@ -86,7 +93,9 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(folder: Path, *names: str, num_ranks: int = 1) -> AsyncIterator[Cluster]:
+async def cluster(
+    folder: Path, *names: str, num_ranks: int = 1, lasts_s: float = 0.0
+) -> AsyncIterator[Cluster]:
     async with deployed(0, 0, FAST) as d:
         specs = []
         ranks = range(num_ranks) if num_ranks > 1 else [None]
@@ -101,7 +110,7 @@ async def cluster(folder: Path, *names: str, num_ranks: int = 1) -> AsyncIterato
         running = asyncio.create_task(supervisor.run())
         async with RouterOperator(d.url) as router:
             children = {child.spec.name: child for child in supervisor.children}
-            restart = RollingRestart(supervisor, router, instances)
+            restart = RollingRestart(supervisor, router, instances, lasts_s)
             socket = UpSocket(folder / "up", children, restart)
             await socket.start()
             await asyncio.wait_for(ready.wait(), 30)
@@ -186,7 +195,8 @@ def test_engine_whose_requests_do_not_end_is_not_restarted(tmp_path: Path) -> No
                 await asyncio.sleep(0.01)
             told = await c.restart("d0", "d1", drain_s=0.5)
             assert [line.failed for line in told] == [False, True]
-            assert "d0 is not idle after 0.5 s (1 requests are left)" in told[1].text
+            left = "(1 requests are left, 1 cannot move (sampled))"
+            assert f"d0 is not idle after 0.5 s {left}" in told[1].text
             assert [c.pid(name) for name in ("d0", "d1")] == pids
             assert {status for status, _, _ in await asyncio.gather(*posts)} == {200}
 
@@ -269,7 +279,7 @@ def test_with_no_time_to_drain_an_engine_is_restarted_at_once(tmp_path: Path) ->
 def test_engine_that_does_not_come_back_ends_the_round(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path, "p0", "d0", "d1") as c:
-            child = next(x for x in c.supervisor.children if x.spec.name == "d0")
+            child = c.child("d0")
             child.spec = ChildSpec("d0", ("/no/such/program",), {}, child.spec.is_up)
             other = c.pid("d1")
             told = await c.restart("d0", "d1")
@@ -278,6 +288,96 @@ def test_engine_that_does_not_come_back_ends_the_round(tmp_path: Path) -> None:
             assert c.pid("d1") == other
             told = await c.restart("d0")
             assert "d0 is backoff, not ready" in told[0].text
+
+    run(test)
+
+
+def test_engine_that_ends_at_its_first_request_takes_no_other_with_it(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0", "d1", lasts_s=1000) as c:
+            d0, other, done = c.child("d0"), c.pid("d1"), asyncio.Event()
+            d0.spec = replace(d0.spec, env={"DIES": ""})
+            before = d0.pid
+
+            async def client() -> None:
+                await until(lambda: d0.pid != before and d0.state is State.READY)
+                while not done.is_set():
+                    await c.deployment.post()
+
+            clients = [asyncio.create_task(client()) for _ in range(2)]
+            told = await c.restart("d0", "d1")
+            done.set()
+            await asyncio.gather(*clients)
+            assert told[-1].failed
+            assert told[-1].text.startswith("d0 came up and did not stay so (exited with code 3")
+            assert [line.text for line in told[:-1]] == ["d0: draining", "d0: restarting"]
+            assert c.pid("d1") == other
+
+    run(test)
+
+
+class Meddler(RouterOperator):
+    """Before it has an engine drained, ``meanwhile`` happens."""
+
+    async def meanwhile(self, instance_id: str) -> None: ...
+
+    async def drain(self, instance_id: str, order: DrainOrder) -> None:
+        await self.meanwhile(instance_id)
+        await super().drain(instance_id, order)
+
+
+async def roll(c: Cluster, router: RouterOperator, *names: str) -> list[str]:
+    rolling = RollingRestart(c.supervisor, router, {name: [name] for name in names}, 0.0)
+    return [line async for line in rolling.run([c.child(name) for name in names], 30)]
+
+
+def test_engine_that_ends_while_the_next_one_is_drained_takes_it_not_with_it(
+    tmp_path: Path,
+) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0", "d1") as c:
+
+            class Kills(Meddler):
+                async def meanwhile(self, instance_id: str) -> None:
+                    child = c.child("d0")
+                    if instance_id == "d1" and not child.num_crashes:
+                        os.kill(child.pid or 0, signal.SIGKILL)
+                        await until(lambda: child.num_crashes == 1)
+                        await until(lambda: child.state is State.READY)
+
+            other = c.pid("d1")
+            async with Kills(c.deployment.url) as router:
+                with pytest.raises(RestartError, match="d0 came up and did not stay so: see"):
+                    await roll(c, router, "d0", "d1")
+            assert c.pid("d1") == other
+
+    run(test)
+
+
+def test_router_that_is_started_anew_does_not_end_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows its engines after their next heartbeats."""
+
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0", "d1") as c:
+
+            class Forgets(Meddler):
+                num_left = 2
+
+                async def meanwhile(self, instance_id: str) -> None:
+                    if self.num_left:
+                        self.num_left -= 1
+                        raise NotFound(f"404: {instance_id} has not registered here")
+
+            before = [c.pid(name) for name in ("d0", "d1")]
+            async with Forgets(c.deployment.url) as router:
+                await roll(c, router, "d0", "d1")
+                assert not set(before) & {c.pid(name) for name in ("d0", "d1")}
+                router.num_left = 1000
+                monkeypatch.setattr(restart, "KNOWN_AGAIN_S", 0.0)
+                with pytest.raises(RestartError, match="d0 has not registered here"):
+                    await roll(c, router, "d0")
 
     run(test)
 

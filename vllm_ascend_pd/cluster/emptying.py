@@ -75,7 +75,10 @@ async def _emptied(
 def _left(num_left: int, running: Sequence[RequestStatus]) -> str:
     """``num_left``: those that have not begun too."""
     moving = sum(one.moves_to is not None or one.stays == "moving" for one in running)
+    return ", ".join([f"has {num_left} requests", f"{moving} move", *who_cannot_move(running)])
+
+
+def who_cannot_move(running: Sequence[RequestStatus]) -> list[str]:
+    """How many for each cause."""
     stay = Counter(one.stays for one in running if one.stays not in (None, "moving", "no_token"))
-    parts = [f"has {num_left} requests", f"{moving} move"]
-    parts += [f"{count} cannot move ({cause})" for cause, count in sorted(stay.items())]
-    return ", ".join(parts)
+    return [f"{count} cannot move ({cause})" for cause, count in sorted(stay.items())]

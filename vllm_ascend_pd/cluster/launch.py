@@ -32,7 +32,7 @@ from vllm_ascend_pd.cluster.doctor.host import Patches
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner, responds
 from vllm_ascend_pd.cluster.operator import RouterOperator
-from vllm_ascend_pd.cluster.restart import RollingRestart
+from vllm_ascend_pd.cluster.restart import RollingRestart, in_turns
 from vllm_ascend_pd.cluster.up_socket import (
     Scaling,
     UpSocket,
@@ -306,8 +306,9 @@ async def launch(
 
 async def _obey(path: Path, deployment: Deployment, supervisor: Supervisor, manner: Manner) -> None:
     """What other commands of this user ask, until cancelled."""
-    engines = {c.name for c in deployment.commands if c.is_engine}
-    children = {c.spec.name: c for c in supervisor.children if c.spec.name in engines}
+    here = {child.spec.name: child for child in supervisor.children}
+    engines = in_turns([c for c in deployment.commands if c.is_engine and c.name in here])
+    children = {command.name: here[command.name] for command in engines}
     async with RouterOperator(deployment.router_url, _token(manner)) as router:
         instances = {c.name: c.instance_ids for c in deployment.commands}
         restart = RollingRestart(supervisor, router, instances)

@@ -13,6 +13,7 @@ import pytest
 
 from vllm_ascend_pd.cluster.commands import Command, Deployment, make_deployment
 from vllm_ascend_pd.cluster.machine import Machine
+from vllm_ascend_pd.cluster.restart import in_turns
 from vllm_ascend_pd.cluster.topology import LOCAL, parse
 from vllm_ascend_pd.config import RouterLink
 from vllm_ascend_pd.errors import ConfigError
@@ -30,6 +31,14 @@ def deployment(machine: Machine = CPU, local: str = LOCAL, **fields: Any) -> Dep
 
 def option(command: Command, name: str) -> str:
     return command.argv[command.argv.index(name) + 1]
+
+
+def test_engines_are_restarted_by_roles_in_turn() -> None:
+    commands = deployment(prefill=[{"count": 2}], decode=[{"count": 3}]).commands
+    turns = in_turns([one for one in commands if one.is_engine])
+    assert [one.name for one in turns] == [
+        *("prefill-0", "decode-0", "prefill-1", "decode-1", "decode-2")
+    ]
 
 
 def transfer_config(command: Command) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from vllm_ascend_pd.cluster.display import Display
 from vllm_ascend_pd.cluster.launch import Manner, launch, lock_folder, new_log_dir, report_missing
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, keep
-from vllm_ascend_pd.cluster.up_socket import socket_path
+from vllm_ascend_pd.cluster.up_socket import UpSocket, socket_path
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import write_private
 
@@ -144,6 +144,28 @@ def test_engines_of_a_router_that_wants_keys_are_not_waited_for_in_vain(
             assert not told.getvalue()
 
     asyncio.run(asyncio.wait_for(test(), 10))
+
+
+def test_a_rolling_restart_takes_roles_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "prefill-0", "prefill-1", "decode-0", "decode-1"
+    commands = [
+        Command(name, "prefill" if "p" in name else "decode", "localhost", TALKS, {}, "")
+        for name in names
+    ]
+    seen: list[str] = []
+
+    async def start(socket: UpSocket) -> None:
+        seen.extend(socket._engines)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(UpSocket, "start", start)
+    launching = launch(
+        Deployment(tuple(commands), ""), commands, "m", Console(quiet=True), Manner(tmp_path)
+    )
+    asyncio.run(asyncio.wait_for(launching, 60))
+    assert seen == ["prefill-0", "decode-0", "prefill-1", "decode-1"]
 
 
 def test_a_folder_for_logs_that_cannot_be_made_is_named(
