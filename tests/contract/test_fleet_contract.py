@@ -319,7 +319,7 @@ def test_a_place_that_nobody_saw_settle_is_given_back(
 ) -> None:
     ray_subject.start("a")
     ray_subject.until({"a": Phase.READY})
-    monkeypatch.setattr(ray_fleet, "_settle", lambda group: 1 / 0)
+    monkeypatch.setattr(ray_fleet, "_settle", lambda groups: 1 / 0)
     ray_subject.end("a")
     ray_subject.until({"a": Phase.ENDED})
     ray_subject.start("b")

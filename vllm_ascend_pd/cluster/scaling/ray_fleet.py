@@ -23,7 +23,7 @@ from vllm_ascend_pd.cluster.scaling.ray_actor import EngineHost
 from vllm_ascend_pd.errors import ConfigError, PDError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, KeeperReport
     from vllm_ascend_pd.cluster.scaling.orders import Node
@@ -134,22 +134,29 @@ def ask_cluster(address: str) -> Cluster:
         ray.shutdown()
 
 
-def _settle(group: Any) -> None:
-    """Wait until the group has its place, or has just found none, for ``SETTLE_S`` at most: Ray
+def _settle(groups: Sequence[Any]) -> None:
+    """Wait until each group has its place, or has just found none, for ``SETTLE_S`` at most: Ray
     never gives back what it is reserving for one that is removed (ray-project/ray#64693)."""
-    ray = import_ray()
-    attempts: list[int] = []
+    left: list[tuple[Any, list[int]]] = [(group, []) for group in groups]
     end = time.monotonic() + SETTLE_S
     while time.monotonic() < end:
-        table = ray.util.placement_group_table(group)
-        state, stats = table["state"], table["stats"]
-        if state in ("CREATED", "REMOVED") or stats["scheduling_state"] == "INFEASIBLE":
-            return
-        attempts.append(stats["scheduling_attempt"])
-        is_reserving = state == "PREPARED" or stats["scheduling_state"] == "QUEUED"
-        if not is_reserving and attempts[0] < attempts[-1] == attempts[-2]:
+        left = [one for one in left if not _has_settled(*one)]
+        if not left:
             return
         time.sleep(_SETTLE_POLL_S)
+
+
+def _has_settled(group: Any, attempts: list[int]) -> bool:
+    """``attempts``: to place it, as of each call before."""
+    table = import_ray().util.placement_group_table(group)
+    if not table:
+        return True  # nobody knows it any more
+    state, stats = table["state"], table["stats"]
+    if state in ("CREATED", "REMOVED") or stats["scheduling_state"] == "INFEASIBLE":
+        return True
+    attempts.append(stats["scheduling_attempt"])
+    is_reserving = state == "PREPARED" or stats["scheduling_state"] == "QUEUED"
+    return not is_reserving and attempts[0] < attempts[-1] == attempts[-2]
 
 
 @dataclass(slots=True)
@@ -241,9 +248,7 @@ class RayFleet:
             if engine.phase not in (Phase.ENDED, Phase.LOST):
                 self._advance(engine)
         members = tuple(engine.member for engine in self._engines.values())
-        for one in members:
-            if one.is_over:
-                self._drop(self._engines.pop(one.name))
+        self._drop([self._engines.pop(one.name) for one in members if one.is_over])
         return members
 
     def _advance(self, engine: _Engine) -> None:
@@ -356,21 +361,23 @@ class RayFleet:
         engine.actor.stop.remote()
         self._is(engine, Phase.ENDING, "")
 
-    def _drop(self, engine: _Engine) -> None:
-        if self._is_lost:
+    def _drop(self, engines: Sequence[_Engine]) -> None:
+        """All at once: those of a node that is lost take no longer than one."""
+        if self._is_lost or not engines:
             return
         ray = import_ray()
-        with contextlib.suppress(Exception):  # gone with its node
-            try:
-                if engine.actor is not None:
+        for engine in engines:
+            if engine.actor is not None:
+                with contextlib.suppress(Exception):  # gone with its node
                     ray.kill(engine.actor)
-                _settle(engine.group)
-            finally:
+        with contextlib.suppress(Exception):
+            _settle([engine.group for engine in engines])
+        for engine in engines:
+            with contextlib.suppress(Exception):
                 ray.util.remove_placement_group(engine.group)
 
     def _drop_all(self) -> None:
-        for engine in self._engines.values():
-            self._drop(engine)
+        self._drop(tuple(self._engines.values()))
         self._engines.clear()
 
     @staticmethod

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from vllm_ascend_pd.cluster.operator import RouterAway
+from vllm_ascend_pd.cluster.restart import LASTS_S
 from vllm_ascend_pd.cluster.scaling.fleet import Fleet, Member, Phase
 from vllm_ascend_pd.cluster.scaling.fleet_status import EngineStatus, FleetStatus
 from vllm_ascend_pd.cluster.scaling.target import (
@@ -120,12 +121,15 @@ class Reconciler:
     _ending: set[str] = field(default_factory=set)
     """Told to end."""
     _generations: dict[str, int] = field(default_factory=dict)
-    """Under which each was asked for."""
+    """Under which each was asked for, or has got its place."""
     _next_replaced: tuple[int, float] = (0, 0.0)
     """So many serve again, or it is so late, when the next of an old generation goes."""
     _held: str = ""
     """Why none of them goes while one is missing: an engine of the new generation ended before it
-    was up."""
+    had lasted."""
+    _up_since: dict[str, float] = field(default_factory=dict)
+    _lasting: set[str] = field(default_factory=set)
+    """Up for ``LASTS_S``, and taken for good ones."""
     _told: dict[str, Member] = field(default_factory=dict)
     """What was said of each."""
     _was_up: bool = False
@@ -155,16 +159,20 @@ class Reconciler:
     async def _look(self) -> View:
         members = {}
         for one in await self.fleet.look():
-            was_up = one.name in self._told and self._told[one.name].phase is Phase.READY
             self._tell(one)
             if not one.is_over:
                 members[one.name] = one
+                self._look_how_long(one)
+                if one.phase is Phase.WAITING:  # what it is to be, it will be where it starts
+                    self._generations[one.name] = self.target.generation
                 continue
-            if one.phase is Phase.ENDED and not was_up and one.name not in self._ending:
+            if one.phase is Phase.ENDED and one.name not in self._lasting | self._ending:
                 self._hold(one)
             del self._told[one.name]
             self._generations.pop(one.name, None)
             self._leaving.pop(one.name, None)
+            self._up_since.pop(one.name, None)
+            self._lasting.discard(one.name)
             if one.name in self._ending:
                 self._ending.remove(one.name)
             else:
@@ -186,15 +194,30 @@ class Reconciler:
         note = f": {one.note}" if one.note else ""
         self.say(f"{one.name} {one.phase.value}{where}{note}")
         if one.phase is Phase.READY:
-            self._was_up, self._num_failures, self._held = True, 0, ""
+            self._was_up = True
+
+    def _look_how_long(self, one: Member) -> None:
+        """Who ends at its first requests is no better than who does not come up."""
+        if one.phase is not Phase.READY or one.name in self._lasting:
+            return
+        if self.clock() - self._up_since.setdefault(one.name, self.clock()) >= LASTS_S:
+            self._lasting.add(one.name)
+            self._num_failures = 0
+            if not self._is_old(one.name):
+                self._held = ""
 
     def _hold(self, one: Member) -> None:
-        """In a restart. What did not come up once may not a second time: no other one is given up
-        while it is missing.
+        """In a restart. What did not last once may not a second time: no other one is given up
+        while it is missing, unless another one finds no place any more.
         """
-        if not self._held and any(map(self._is_old, self._generations)):
+        if self._is_old(one.name) or not any(map(self._is_old, self._generations)):
+            return
+        enough, _ = self._next_replaced
+        self._next_replaced = enough, self.clock() + MAX_BACKOFF_S + RETURN_S
+        if not self._held:
+            what = "stay up" if one.name in self._up_since else "come up"
             self._held = (
-                f"{one.name} did not come up ({one.note}): engines of before stay until one does"
+                f"{one.name} did not {what} ({one.note}): engines of before stay until one does"
             )
             self.say(self._held)
 
@@ -221,7 +244,7 @@ class Reconciler:
         job = next_switch(have, fill(have, view.num_starting(), ratio), ratio)
         others = [one for one in serving if one.used_for not in (job, "both")]
         if job is not None and others:
-            await self._use(min(others, key=lambda one: one.num_active), job)
+            await self._use(self._least(others), job)
 
     async def _use(self, one: InstanceStatus, role: Role) -> None:
         await self.router.use_for(one.instance_id, role)
@@ -235,20 +258,26 @@ class Reconciler:
         idle = [one.name for one in view.staying() if one.name not in serving]
         idle.sort(key=lambda name: view.members[name].phase is Phase.WAITING)
         while idle and len(serving) + len(idle) > maximum:
-            await self._end(idle.pop())
+            name = idle.pop()
+            status = (view.known or {}).get(name)
+            if status is not None and status.num_left:
+                await self._drain(status, "to end")
+            else:
+                await self._end(name)
         while len(serving) > maximum and (job := next_stop(have, self.target.ratio, maximum)):
             of_job = [one for one in serving.values() if one.used_for == job]
             if not of_job:
                 break  # it has its role from the next look on
-            least = min(of_job, key=lambda one: one.num_active)
+            least = self._least(of_job)
             await self._drain(least, "to end")
             del serving[least.instance_id]
             have = _count(serving.values())
         old = [one for one in serving.values() if self._is_old(one.instance_id)]
         enough, late = self._next_replaced
         are_back = len(serving) >= min(enough, maximum)
-        is_missed = not are_back and (self._held or self.clock() < late)
-        if old and not (is_missed or self._leaving or view.num_starting()):
+        is_missed = not are_back and self.clock() < late
+        is_tried = any(not self._is_old(n) and n not in self._lasting for n in self._up_since)
+        if old and not (is_missed or is_tried or self._leaving or view.num_starting()):
             self._next_replaced = (len(serving), self.clock() + RETURN_S)
             await self._replace(min(old, key=lambda one: one.num_active), serving.values())
         for name, since in self._leaving.items():
@@ -259,6 +288,10 @@ class Reconciler:
             elif name in drained_before - self._ending and status and status.state == "ready":
                 await self.router.drain(name, DrainOrder(seconds=None))
                 self.say(f"{name} is drained again: the router had forgotten it")
+
+    def _least(self, candidates: Iterable[InstanceStatus]) -> InstanceStatus:
+        """Who changes its role, or goes: where one has just changed it, that one goes."""
+        return min(candidates, key=lambda one: (not self._is_old(one.instance_id), one.num_active))
 
     def _is_old(self, name: str) -> bool:
         return self._generations[name] < self.target.generation

@@ -12,6 +12,7 @@ import pytest
 import ray
 from ray import exceptions
 
+from tests.clock import Clock
 from vllm_ascend_pd.cluster.scaling import ray_fleet
 from vllm_ascend_pd.cluster.scaling.fleet import Phase
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperReport
@@ -34,7 +35,7 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(ray, "get", get)
     monkeypatch.setattr(ray, "kill", lambda actor: names.append(actor.name))
     monkeypatch.setattr(ray.util, "remove_placement_group", lambda group: None)
-    monkeypatch.setattr(ray_fleet, "_settle", lambda group: None)
+    monkeypatch.setattr(ray_fleet, "_settle", lambda groups: None)
     return names
 
 
@@ -76,6 +77,31 @@ def test_whatever_takes_an_actor_the_engine_is_lost_and_the_others_go_on(
     assert "\n" not in b.note
     assert killed == ["b"]
     assert [one.name for one in asyncio.run(made.look())] == ["a"]
+
+
+def test_engines_of_a_node_that_is_lost_wait_together_for_their_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, removed, attempts = Clock(), [], iter(range(10_000))
+
+    def table(group: str) -> dict[str, Any]:
+        tried = {"scheduling_state": "QUEUED", "scheduling_attempt": next(attempts)}
+        return {} if group == "unknown" else {"state": "PENDING", "stats": tried}
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(ray.util, "placement_group_table", table)
+    monkeypatch.setattr(ray.util, "remove_placement_group", removed.append)
+    monkeypatch.setattr(ray_fleet, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
+    made = fleet(a=READY, b=READY, c=READY)
+    groups = ["unknown", "b", "c"]
+    for engine, group in zip(made._engines.values(), groups, strict=True):
+        engine.group, engine.actor = group, None
+    since = clock.now
+    made._drop_all()
+    assert removed == groups
+    assert clock.now - since <= ray_fleet.SETTLE_S + 1
 
 
 def test_what_an_actor_raises_itself_ends_its_engine(killed: list[str]) -> None:

@@ -310,12 +310,82 @@ def test_a_new_generation_that_does_not_come_up_takes_one_engine_only(
     assert "(exited with code 1): engines of before stay until one does" in told
     assert world.status.lines()[-1] == told
     num_good = 1000
-    for _ in range(200):
+    for _ in range(400):
         step_with_failures()
     names = {one.name for one in world.status.engines if one.state == "serving"}
     assert not names & before
     assert len(names) == room
     assert not world.status.held
+
+
+@pytest.mark.parametrize("room", [8, 7])
+def test_a_new_generation_that_ends_at_its_first_requests_takes_one_engine_only(room: int) -> None:
+    world = World("1:1", 8, a=room)
+    world.until_settled()
+    before = {one.name for one in world.status.engines if one.state == "serving"}
+    world.renew()
+
+    up_since: dict[str, float] = {}
+
+    def step(lasts_s: float) -> None:
+        for one in list(world.fleet.members.values()):
+            if one.phase is not Phase.READY or one.name in before:
+                continue
+            if up_since.setdefault(one.name, world.now) + lasts_s <= world.now:
+                world.fleet.kill(one.name)
+        world.step()
+
+    for _ in range(600):
+        step(lasts_s=3)
+        assert len(before & set(world.fleet.members)) >= room - 1, world.lines
+    assert len(before & set(world.fleet.members)) == room - 1
+    (told,) = [line for line in world.lines if "did not stay up" in line]
+    assert "(killed by SIGKILL): engines of before stay until one does" in told
+    assert world.status.held == told
+    assert 10 <= sum("asked for" in line for line in world.lines) - room <= 40  # more slowly
+    for _ in range(400):
+        step(lasts_s=1000)
+    assert not before & set(world.fleet.members)
+    assert (world.have.total, world.status.held) == (room, "")
+
+
+def test_what_ends_soon_of_before_a_restart_holds_nothing() -> None:
+    world = World("1:1", 3, a=3)
+    world.until_settled()
+    world.renew()
+    world.fleet.kill("engine-0")
+    world.step()
+    assert not world.status.held
+    world.until_settled()
+
+
+def test_who_is_too_many_and_has_requests_is_drained_although_nobody_sends_it_more() -> None:
+    """As one that an operator has drained."""
+    world = World("1:1", 3, a=3)
+    world.until_settled()
+    world.router.draining.add("engine-0")
+    world.router.num_active["engine-0"] = 1
+    world.aim("1:1", 2)
+    world.step(20)
+    assert world.fleet.members["engine-0"].phase is Phase.READY
+    world.router.num_active.clear()
+    assert world.until_settled() == (1, 1)
+    assert "engine-0" not in world.fleet.members
+
+
+def test_who_is_too_many_in_a_restart_is_one_of_before() -> None:
+    world = World("1:1", 4, a=4)
+    world.until_settled()
+    world.renew()
+    while not any(line.startswith("engine-4 is used for") for line in world.lines):
+        world.step()
+    world.router.num_active = {f"engine-{number}": 5 for number in range(4)}
+    world.aim("1:1", 2)
+    world.step(2)
+    assert "engine-4" not in world.router.draining
+    world.router.num_active.clear()
+    world.until_settled()
+    assert "engine-4" in world.fleet.members
 
 
 def test_what_did_not_come_up_before_a_restart_or_is_wanted_no_more_holds_nothing() -> None:
