@@ -17,6 +17,7 @@ from vllm_ascend_pd.cluster import topology
 from vllm_ascend_pd.cluster.commands import make_deployment
 from vllm_ascend_pd.cluster.machine import Machine
 from vllm_ascend_pd.cluster.manifests import manifests
+from vllm_ascend_pd.cluster.restart import LASTS_S
 from vllm_ascend_pd.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -53,10 +54,18 @@ def read(path: Path) -> list[Object]:
 @pytest.fixture
 def rendered(tmp_path: Path, request: pytest.FixtureRequest) -> list[Object]:
     """All objects of an overlay."""
-    folder = tmp_path / "deploy"
+    return kustomized(tmp_path / "deploy", request.param)
+
+
+def kustomized(folder: Path, overlay: str, component: str | None = None) -> list[Object]:
     shutil.copytree(DEPLOY, folder)
     (folder / "base" / "secret").write_text("0123456789abcdef" * 4)
-    command = ["kubectl", "kustomize", str(folder / "overlays" / request.param)]
+    if component is not None:
+        path = folder / "overlays" / overlay / "kustomization.yaml"
+        named = yaml.safe_load(path.read_text())
+        named.setdefault("components", []).append(f"../../components/{component}")
+        path.write_text(yaml.safe_dump(named))
+    command = ["kubectl", "kustomize", str(folder / "overlays" / overlay)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return list(yaml.safe_load_all(done.stdout))
@@ -152,6 +161,24 @@ def test_component_fits_the_pods(component: str, rendered: list[Object]) -> None
             assert selects(one["spec"]["selector"], pod["metadata"]["labels"])
             names = {port["name"] for port in pod["spec"]["containers"][0]["ports"]}
             assert {end["port"] for end in one["spec"]["podMetricsEndpoints"]} <= names
+
+
+@needs_kubectl
+def test_how_many_engines_there_are_is_the_scalers_to_say(tmp_path: Path) -> None:
+    """Else an overlay that is applied again ends those that it has added."""
+    objects = kustomized(tmp_path / "deploy", "cuda", "keda")
+    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in of(objects, "ScaledObject").values()}
+    with_replicas = {n for n, d in of(objects, "Deployment").items() if "replicas" in d["spec"]}
+    assert (scaled, with_replicas) == ({"vllm-pd-prefill", "vllm-pd-decode"}, {"vllm-pd-router"})
+
+
+def test_engines_go_when_fewer_were_needed_for_long_and_come_although_none_is_known() -> None:
+    for one in read(DEPLOY / "components" / "keda" / "scaling.yaml"):
+        scaler = one["spec"]["advanced"]["horizontalPodAutoscalerConfig"]
+        assert scaler["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == 600
+        for trigger in one["spec"]["triggers"]:
+            first, plus, queued = trigger["metadata"]["query"].partition(" + ")
+            assert not plus or first.endswith("or vector(0))"), queued
 
 
 def test_an_engine_counts_once_however_many_routers_tell_of_it() -> None:
@@ -276,6 +303,16 @@ def test_a_pod_has_the_time_to_end_its_requests(changes: Object) -> None:
         drain = "--drain-timeout" if name == "vllm-pd-router" else "--shutdown-timeout"
         drain_s = float(words[words.index(drain) + 1]) if drain in words else 0
         assert spec["terminationGracePeriodSeconds"] > leave + drain_s, name
+
+
+def test_a_pod_that_ends_soon_takes_no_other_with_it_and_one_that_loads_long_is_waited_for() -> (
+    None
+):
+    for deployment in made().values():
+        spec, startup = deployment["spec"], container(deployment)["startupProbe"]
+        assert spec["minReadySeconds"] == LASTS_S
+        loads_s = startup["periodSeconds"] * startup["failureThreshold"]
+        assert spec["progressDeadlineSeconds"] > loads_s + spec["minReadySeconds"]
 
 
 def test_what_a_pod_answers_can_be_copied_to_another_one() -> None:

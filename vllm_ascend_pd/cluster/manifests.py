@@ -20,6 +20,7 @@ import yaml
 from vllm_ascend_pd.cluster.commands import MASTER_PORTS, Command, make_deployment, wants_master
 from vllm_ascend_pd.cluster.machine import Machine
 from vllm_ascend_pd.cluster.placement import num_devices, option
+from vllm_ascend_pd.cluster.restart import LASTS_S
 from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology
 from vllm_ascend_pd.config import ANYWHERE
 from vllm_ascend_pd.errors import ConfigError
@@ -35,6 +36,12 @@ _ROUTER_DRAIN_S = 60
 """What ``vllm-pd router`` waits for by itself."""
 _LEAVE_S = 5
 """From the pod's deletion to SIGTERM, so that routers and services know of it by then."""
+_ASKED_EVERY_S = 5
+"""Before it is up."""
+_STARTUP_S = {"router": 120, "master": 120, "prefill": 3600, "decode": 3600}
+"""A model is loaded for up to an hour; a router or master is there at once."""
+_PLACED_S = 600
+"""For a place, its image, and the end of the pod before it."""
 _NOWHERE = "203.0.113.{}"
 """Addresses for documentation, RFC 5737."""
 _ROUTER_ADDRESS = _NOWHERE.format(254)
@@ -172,8 +179,6 @@ def _environment(one: _Workload) -> list[Object]:
 
 
 def _probes(command: Command) -> Object:
-    """A model is loaded for up to an hour; a router or master is there at once."""
-
     def ask(path: str, every_s: int, failures: int) -> Object:
         where = {"path": path, "port": "http"}
         times = {"periodSeconds": every_s, "timeoutSeconds": 5, "failureThreshold": failures}
@@ -182,9 +187,9 @@ def _probes(command: Command) -> Object:
     started, live, ready = ("/health/startup", "/health/live", "/health/ready")
     if command.role != "router":
         started = live = ready = "/health"
-    patience = 720 if command.is_engine else 24
+    patience = _STARTUP_S[command.role] // _ASKED_EVERY_S
     return {
-        "startupProbe": ask(started, 5, patience),
+        "startupProbe": ask(started, _ASKED_EVERY_S, patience),
         "livenessProbe": ask(live, 10, 6),
         "readinessProbe": ask(ready, 5, 2),
     }
@@ -268,6 +273,9 @@ def _deployment(one: _Workload, topology: Topology, image: str) -> Object:
         "metadata": {"name": one.name, "labels": labels},
         "spec": {
             "replicas": one.replicas,
+            # One that ends at its first requests takes no other with it.
+            "minReadySeconds": int(LASTS_S),
+            "progressDeadlineSeconds": _STARTUP_S[role] + _PLACED_S,
             "selector": {"matchLabels": selected},
             "strategy": {"rollingUpdate": {"maxSurge": surge, "maxUnavailable": unavailable}},
             "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
