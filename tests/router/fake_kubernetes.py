@@ -26,6 +26,8 @@ class FakeKubernetes:
         self.pods: dict[str, dict[str, Any]] = {}
         self.num_lists = 0
         self.num_watches = 0
+        self.num_watching = 0
+        """Watches that nobody has ended."""
         self.is_broken = False
         self.is_silent = False
         """Lists get no answer."""
@@ -140,7 +142,11 @@ class FakeKubernetes:
         selector = request.query.get("labelSelector", "")
         wanted = dict(part.split("=") for part in selector.split(",") if part)
         if verb == "watch":
-            return await self._watch(request, wanted)
+            self.num_watching += 1
+            try:
+                return await self._watch(request, wanted)
+            finally:
+                self.num_watching -= 1
         self.num_lists += 1
         if self.is_silent:
             await asyncio.Event().wait()

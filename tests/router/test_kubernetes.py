@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from kubernetes.aio import client
 
 from tests.router.fake_kubernetes import FakeKubernetes
 from tests.router.harness import STRICT, Deployment, deployed, run, until
@@ -177,6 +178,43 @@ def test_pod_that_changes_its_role_is_used_in_the_new_one(tmp_path: Path) -> Non
             assert (api.num_lists, api.num_watches) == (1, 1)
 
     run(test)
+
+
+def test_watch_of_what_cannot_be_read_ends(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            await until(lambda: api.num_watches == 1)
+            api.put("bad", "p", app="vllm")
+            del api.pods.pop("bad")["metadata"]["uid"]
+            await until(lambda: api.num_watches == 2)
+            api.put("one", "p", app="vllm")
+            await until(lambda: "one" in states(d))
+            await until(lambda: api.num_watching == 1)
+
+    run(test)
+
+
+def test_client_makes_no_objects_of_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of some hundred it would for seconds, in which the router does nothing else."""
+    made: set[object] = set()
+    deserialize = client.ApiClient.deserialize
+
+    def noted(api: Any, response_text: str, response_type: str, content_type: str | None) -> Any:
+        made.add(response_type)
+        return deserialize(api, response_text, response_type, content_type)
+
+    monkeypatch.setattr(client.ApiClient, "deserialize", noted)
+
+    async def test() -> None:
+        async with cluster(tmp_path) as (d, api, _):
+            api.put("one", "p", app="vllm")
+            await until(lambda: "one" in states(d))
+            await until(lambda: api.num_watches == 1)
+            api.put("two", "p", app="vllm")
+            await until(lambda: "two" in states(d))
+
+    run(test)
+    assert made <= {"object"}
 
 
 def test_pod_that_no_longer_fits_the_selector_is_gone(tmp_path: Path) -> None:

@@ -70,6 +70,15 @@ class Pod(msgspec.Struct):
         return any(c.type == "Ready" and c.status == "True" for c in conditions)
 
 
+class _Version(msgspec.Struct, rename="camel"):
+    resource_version: str
+
+
+class _PodList(msgspec.Struct):
+    metadata: _Version
+    items: list[Pod] | None = None
+
+
 class KubernetesDiscovery:
     """One task on the event loop. While the API server is away, what was known stays."""
 
@@ -82,7 +91,8 @@ class KubernetesDiscovery:
         self._kubernetes = config.kubernetes
         self._role_of = config.role_of
         self._registry = registry
-        self._pods: dict[str, Pod] = {}
+        self._specs: dict[str, InstanceSpec] = {}
+        """By the pod's uid."""
         self._task: asyncio.Task[None] | None = None
         self._backoff_s = MIN_BACKOFF_S
 
@@ -131,7 +141,11 @@ class KubernetesDiscovery:
                 self._backoff_s = min(self._backoff_s * 2, MAX_BACKOFF_S)
 
     async def _list_and_watch(self, api_client: Any) -> None:
-        """Until an error. Bookmarks tell how far the server is while no pod changes."""
+        """Until an error. Bookmarks tell how far the server is while no pod changes.
+
+        The client would make objects of all that a pod says, of hundreds for seconds, in which the
+        router relays nothing: so it gives text.
+        """
         client, watch = (
             import_module("kubernetes.aio.client"),
             import_module("kubernetes.aio.watch"),
@@ -141,40 +155,54 @@ class KubernetesDiscovery:
             "namespace": self._kubernetes.namespace,
             "label_selector": self._kubernetes.label_selector,
         }
-        listed = await api.list_namespaced_pod(**scope, _request_timeout=ANSWER_S)
-        raw = api_client.sanitize_for_serialization(listed)
-        pods = [msgspec.convert(pod, Pod) for pod in raw.get("items", ())]
-        self._pods = {pod.metadata.uid: pod for pod in pods}
+        listed = await self._list(api, scope)
+        self._specs.clear()
+        for pod in listed.items or ():
+            self._know(pod)
         self._publish()
-        version = raw["metadata"]["resourceVersion"]
+        version = listed.metadata.resource_version
         scope |= {
             "allow_watch_bookmarks": True,
             "timeout_seconds": WATCH_S,
             "_request_timeout": WATCH_S + ANSWER_S,
         }
         while True:
-            events = watch.Watch().stream(
-                api.list_namespaced_pod, **scope, resource_version=version
-            )
-            async for event in events:
-                version = event["raw_object"]["metadata"]["resourceVersion"]
-                self._apply(event["type"], event["raw_object"])
+            async with watch.Watch(return_type="object") as watching:
+                pods = api.list_namespaced_pod
+                async for event in watching.stream(pods, **scope, resource_version=version):
+                    version = event["raw_object"]["metadata"]["resourceVersion"]
+                    self._apply(event["type"], event["raw_object"])
             self._backoff_s = MIN_BACKOFF_S
             await asyncio.sleep(MIN_BACKOFF_S)  # also where something ends every watch at once
+
+    async def _list(self, api: Any, scope: dict[str, Any]) -> _PodList:
+        exceptions = import_module("kubernetes.aio.client.exceptions")
+        async with await api.list_namespaced_pod_without_preload_content(
+            **scope, _request_timeout=ANSWER_S
+        ) as response:
+            if response.status != 200:
+                raise exceptions.ApiException(status=response.status, reason=response.reason)
+            return msgspec.json.decode(await response.read(), type=_PodList)
 
     def _apply(self, kind: str, raw: dict[str, Any]) -> None:
         if kind == "BOOKMARK":
             return
         pod = msgspec.convert(raw, Pod)
         if kind == "DELETED":
-            self._pods.pop(pod.metadata.uid, None)
+            self._specs.pop(pod.metadata.uid, None)
         else:
-            self._pods[pod.metadata.uid] = pod
+            self._know(pod)
         self._publish()
 
+    def _know(self, pod: Pod) -> None:
+        spec = self._spec(pod)
+        if spec is None:
+            self._specs.pop(pod.metadata.uid, None)
+        else:
+            self._specs[pod.metadata.uid] = spec
+
     def _publish(self) -> None:
-        specs = [spec for pod in self._pods.values() if (spec := self._spec(pod)) is not None]
-        self._registry.replace(SOURCE, specs)
+        self._registry.replace(SOURCE, self._specs.values())
 
     def _spec(self, pod: Pod) -> InstanceSpec | None:
         labels = pod.metadata.labels or {}
