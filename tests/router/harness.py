@@ -171,10 +171,12 @@ def num_sockets() -> int:
 
 
 def events(body: bytes) -> list[Any]:
-    """Of a stream: each event's JSON, or its text."""
+    """Of a stream: each event's JSON, or its text; without comments."""
     assert body.endswith(b"\n\n"), body[-200:]
     found: list[Any] = []
     for event in body.decode().removesuffix("\n\n").split("\n\n"):
+        if event.startswith(":"):
+            continue
         data = event.removeprefix("data: ")
         found.append(data if data == "[DONE]" else json.loads(data))
     return found

@@ -31,6 +31,12 @@ LAST_WORDS = {
 """What an engine's server says when the engine does not go on with a stream."""
 
 
+COMMENT = b": keep-alive\n\n"
+"""As vLLM sends with ``--sse-keep-alive-interval``."""
+ENDLESS = {"comments": COMMENT, "trickle": b"d"}
+"""What comes again and again, and tells nothing."""
+
+
 class NotFound(Exception):
     """An unknown model, or a response that is not stored; answered with 404."""
 
@@ -184,6 +190,10 @@ class Answer:
                 break
             if fault == "stall" and at == number:
                 await asyncio.Event().wait()
+            while at == number and fault in ENDLESS:
+                writer.write(_chunk(ENDLESS[fault]))
+                await writer.drain()
+                await asyncio.sleep(0.02)
             if token_s := pace():
                 await asyncio.sleep(token_s)
             if running.is_gone:
@@ -236,9 +246,6 @@ def _params(engine: ScriptedEngine, request: Received) -> dict[str, Any] | None:
 
 # Completions and chats.
 
-
-COMMENT = b": keep-alive\n\n"
-"""As vLLM sends with ``--sse-keep-alive-interval``."""
 
 
 @contextmanager

@@ -19,6 +19,8 @@ left, the request is answered well:
     truncate     half of the answer's body, then closed
     break(n)     of a stream: n events and a half one, then closed
     stall(n)     of a stream: n events, then nothing
+    comments(n)  of a stream: n events, then comments for ever
+    trickle(n)   of a stream: n events, then one that never ends, byte by byte
     cut(n)       of a stream: n bytes of events, then closed
     end(n)       of a stream: n events, then its regular end, without [DONE]
     dead(n)      of a stream: n events, then vLLM's error of an engine that died, and [DONE]
@@ -118,6 +120,7 @@ class ScriptedEngine:
     """It goes on with tokens that it would not have computed."""
     is_healthy: bool = True
     health_hangs: bool = False
+    metrics_hang: bool = False
     metrics: str = ""
     num_metrics_read: int = 0
     port: int = 0
@@ -195,10 +198,11 @@ class ScriptedEngine:
     ) -> bool:
         """Whether the connection goes on."""
         path = request.path.partition("?")[0]
+        hangs = {"/health": self.health_hangs, "/metrics": self.metrics_hang, "/v1/hangs": True}
+        if hangs.get(path):
+            await reader.read()
+            return False
         if path == "/health":
-            if self.health_hangs:
-                await reader.read()
-                return False
             writer.write(whole_answer(200 if self.is_healthy else 503, b""))
         elif path == "/v1/models" and self.models_status != 200:
             writer.write(error(self.models_status, "scripted"))
@@ -225,9 +229,6 @@ class ScriptedEngine:
         elif path == BATCH and not isinstance(request.json.get("messages") or None, list):
             self.received.append(request)
             writer.write(error(400, "messages"))
-        elif path == "/v1/hangs":
-            await reader.read()
-            return False
         elif path == "/v1/busy":
             writer.write(error(503, "scripted"))
         elif path == "/v1/audio/transcriptions":

@@ -53,6 +53,20 @@ def test_failed_prefill_is_repeated_with_another_pair(fault: str) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_stream_without_an_event_is_repeated_with_another_pair(path: str) -> None:
+    async def test() -> None:
+        async with deployed(2, 2) as d:
+            d.decodes[0].script("end(0)")
+            status, _, body = await d.post(path, stream=True)
+            assert status == 200
+            assert len(events(body)) >= 5
+            assert len(d.decodes[1].received) == 1
+            assert d.count("retries_total", cause="truncated") == 1
+
+    run(test)
+
+
 @STREAMED
 @pytest.mark.parametrize("fault", [f for f in BEFORE_THE_FIRST_BYTE if f != "bad_json"])
 def test_failed_decode_is_repeated_with_another_pair(fault: str, stream: bool) -> None:
@@ -341,7 +355,7 @@ def test_deadline_of_what_is_passed_on() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("fault", ["break(2)", "stall(2)"])
+@pytest.mark.parametrize("fault", ["break(2)", "stall(2)", "end(2)", "comments(2)", "trickle(2)"])
 def test_stream_that_breaks_ends_with_an_error_event(fault: str) -> None:
     async def test() -> None:
         async with deployed() as d:

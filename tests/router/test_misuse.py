@@ -120,6 +120,25 @@ def test_engine_without_the_switch_beside_one_with_it_is_told(
     run(test)
 
 
+def test_load_that_was_told_long_ago_counts_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    """An engine whose metrics hang was perhaps full when they were read last."""
+
+    async def test() -> None:
+        async with deployed() as d:
+            [instance] = d.router.registry.decodes
+            d.decodes[0].metrics = "vllm:num_requests_waiting 9.0\n"
+            await until(lambda: instance.load.num_waiting == 9)
+            d.decodes[0].metrics_hang = True
+            await told(caplog, "/metrics do not answer")
+            assert instance.load.num_waiting == 0
+            assert instance.load.read_at == 0, "its gauges are absent"
+            assert instance.is_available
+            d.decodes[0].metrics_hang = False
+            await until(lambda: instance.load.num_waiting == 9)
+
+    run(test)
+
+
 def test_engines_of_stock_vllm_are_not_doubted(caplog: pytest.LogCaptureFixture) -> None:
     async def test() -> None:
         async with deployed() as d:

@@ -43,6 +43,8 @@ BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions
         "break(1)",
         "break(3)",
         "stall(3)",
+        "comments(3)",
+        "trickle(3)",
         "end(2)",
         "dead(4)",
         "abort(2)",

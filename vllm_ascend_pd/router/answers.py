@@ -11,9 +11,9 @@ import msgspec
 from aiohttp import web
 from multidict import CIMultiDict
 
-from vllm_ascend_pd.router.apis import MESSAGES
+from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS, MESSAGES
 from vllm_ascend_pd.router.failures import Failure, FailureKind
-from vllm_ascend_pd.router.transcript import until_failure
+from vllm_ascend_pd.router.transcript import DONE, until_failure, without_comments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 NEVER_WAITS_BYTES = 32 << 10
 """Below a transport's high-water mark (64 KiB): writing returns at once."""
 MAX_EVENT_BYTES = 16 << 20
+ENDS_WITH_DONE = (COMPLETIONS, CHAT)
 
 HOP_BY_HOP = frozenset(
     {
@@ -207,10 +208,19 @@ class EventStream:
     ) -> Failure | None:
         self._held = b""
         piece: bytes | Failure | None = first
-        last = time.monotonic()
+        last = 0.0
+        is_done = False
         while isinstance(piece, bytes):
-            response.set_deadline(None, "")
-            if events := self._whole_events(piece):
+            events = self._whole_events(piece)
+            # Comments and parts of an event come also from an engine that computes nothing.
+            if is_new := bool(without_comments(events)):
+                response.set_deadline(None, "")
+                now = time.monotonic()
+                if last:
+                    self._metrics.itl.observe(now - last)
+                last = now
+            if events:
+                is_done = events.endswith(DONE)
                 if record is not None:
                     events = record.take(events)
                     failure = record.failure
@@ -220,19 +230,18 @@ class EventStream:
                     await self.write(events)
                 if failure is not None:
                     return failure
-            response.set_deadline(self.silence_s, "the next token")
+            if is_new:
+                response.set_deadline(self.silence_s, "the next token")
             piece = await response.next()
-            if isinstance(piece, bytes):
-                now = time.monotonic()
-                self._metrics.itl.observe(now - last)
-                last = now
         if record is not None:
-            if record.is_done:
-                return None
-            return piece or Failure(FailureKind.TRUNCATED, "the stream ended without [DONE]")
-        if piece is None and self._held:
-            await self.write(self._held)
-        return piece
+            is_done = record.is_done
+        elif self._held.rstrip().endswith(DONE.rstrip()):
+            is_done = True  # its lines end otherwise than vLLM's
+        if is_done or (piece is None and self._request.path not in ENDS_WITH_DONE):
+            if self._held:
+                await self.write(self._held)
+            return None
+        return piece or Failure(FailureKind.TRUNCATED, "the stream ended without [DONE]")
 
     def _whole_events(self, piece: bytes) -> bytes:
         if self._held:

@@ -17,7 +17,13 @@ from vllm_ascend_pd.kv.breaker import BreakerState
 from vllm_ascend_pd.registration import ROLE_OF
 from vllm_ascend_pd.resume import RunningAt
 from vllm_ascend_pd.router.failures import Failure, FailureKind
-from vllm_ascend_pd.router.instances import EngineLoad, Instance, InstanceSpec, TokensMadeBy
+from vllm_ascend_pd.router.instances import (
+    EngineLoad,
+    HitRate,
+    Instance,
+    InstanceSpec,
+    TokensMadeBy,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 MODELS_EVERY = 5
 """Rounds of probes between two looks at ``/v1/models``."""
+MISSED_LOADS = 3
+"""Looks at an engine's metrics in vain, after which what they told last counts no more."""
 SILENT = (FailureKind.TIMEOUT, FailureKind.CONNECT_TIMEOUT)
 
 _LOADS = (
@@ -128,7 +136,7 @@ class Prober:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _watch(self, instance: Instance) -> None:
-        num_failed = num_rounds = 0
+        num_failed = num_rounds = num_unread = 0
         while _is_needed(instance):
             try:
                 began = time.monotonic()
@@ -138,8 +146,11 @@ class Prober:
                 if not _tells_nothing(failure, began, instance):
                     num_failed = num_failed + 1 if failure else 0
                     self._judge(instance, failure, num_failed)
+                has_load = failure is None and await self._read_load(instance)
+                num_unread = 0 if has_load else num_unread + 1
+                if num_unread == MISSED_LOADS:
+                    self._forget_load(instance)
                 if failure is None:
-                    await self._read_load(instance)
                     num_rounds = (num_rounds + 1) % MODELS_EVERY
                 elif num_failed:
                     num_rounds = 0  # it may come back as another engine
@@ -203,9 +214,10 @@ class Prober:
         instance.models = tuple(model.id for model in models.data)
         instance.adapter_names = frozenset(model.id for model in models.data if model.parent)
 
-    async def _read_load(self, instance: Instance) -> None:
+    async def _read_load(self, instance: Instance) -> bool:
+        """Whether it is known."""
         if time.monotonic() - instance.load.read_at < self._probes.load_interval_s:
-            return
+            return True
         server = self._servers[instance.spec.url]
         now = time.monotonic()
         every_s = max(self._probes.interval_s, self._probes.load_interval_s)
@@ -226,6 +238,18 @@ class Prober:
             instance.fingerprint = fingerprint_of(infos)
             instance.tokens_made_by = parse_makers(text, rank)
             self._doubt(instance, infos, text)
+        return text is not None
+
+    def _forget_load(self, instance: Instance) -> None:
+        """What it has told too long ago says nothing of now: it may have been full then."""
+        if not instance.load.read_at:
+            return
+        instance.load, instance.hit_rate = EngineLoad(), HitRate()
+        if instance.breaker.closed:
+            instance.doubt(
+                "its /metrics do not answer: how full it is, and what waits there, is not known;"
+                " look at its load, and at what else reads them"
+            )
 
     def _doubt(self, instance: Instance, infos: Sequence[dict[str, str]], text: bytes) -> None:
         """Whether it says something else of itself than how it is used. What only one look shows

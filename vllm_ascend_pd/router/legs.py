@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.router.apis import has_token
-from vllm_ascend_pd.router.failures import Failure, failed_with
+from vllm_ascend_pd.router.failures import Failure, FailureKind, failed_with
 from vllm_ascend_pd.router.prefilled import Prefilled, parse_prefill_answer
 from vllm_ascend_pd.router.transcript import why_incomplete
 
@@ -202,7 +202,9 @@ async def _first_event(response: Response) -> bytes | Failure:
     while not has_token(begun):
         piece = await response.next()
         if piece is None:
-            break
+            if has_token(begun.replace(b"\r\n", b"\n")):
+                break
+            return Failure(FailureKind.TRUNCATED, "the stream ended before its first token")
         if isinstance(piece, Failure):
             return piece
         begun += piece
