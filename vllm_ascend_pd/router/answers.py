@@ -220,7 +220,7 @@ class EventStream:
                     self._metrics.itl.observe(now - last)
                 last = now
             if events:
-                is_done = events.endswith(DONE)
+                is_done |= events.endswith(DONE)
                 if record is not None:
                     events = record.take(events)
                     failure = record.failure
@@ -238,7 +238,7 @@ class EventStream:
         elif self._held.rstrip().endswith(DONE.rstrip()):
             is_done = True  # its lines end otherwise than vLLM's
         if is_done or (piece is None and self._request.path not in ENDS_WITH_DONE):
-            if self._held:
+            if record is None and self._held:
                 await self.write(self._held)
             return None
         return piece or Failure(FailureKind.TRUNCATED, "the stream ended without [DONE]")
