@@ -39,16 +39,16 @@ from vllm_ascend_pd.testing.loader_contract import (
     LoaderContract,
     LoaderSubject,
 )
-from vllm_ascend_pd.types import LoadId
+from vllm_ascend_pd.types import Cause, LoadId
 
 
 class GatedTier(FaultyTier):
     def __init__(self, gate: Gate) -> None:
         super().__init__(MemoryTier(1 << 24))
-        self._gate = gate
+        self.gate = gate
 
     def get(self, values: Sequence[Value]) -> list[Status]:
-        self._gate.enter()
+        self.gate.enter()
         return super().get(values)
 
 
@@ -148,3 +148,20 @@ class TestLoaders(LoaderContract):
         self, request: pytest.FixtureRequest, pages: tuple[BlockCopier, Callable[[int], Any]]
     ) -> Callable[[], LoaderSubject]:
         return lambda: request.param(*pages)
+
+
+def test_readers_that_a_tier_holds_for_ever_do_not_keep_others_from_loading() -> None:
+    subject = FromPool(PythonBlockCopier(), Pages)
+    gate = subject.tier.gate
+    gate.close()  # as a disk that hangs
+    held = [subject.start((i,), (i,), in_step=False, timeout_s=SHORT_S) for i in (0, 1)]
+    results = subject.results(2)
+    assert {results[load_id].cause for load_id in held} == {Cause.DEADLINE.value}
+    subject.tier.gate = Gate()  # it is not asked any more
+    load_id = subject.start((2, 3), (2, 3))
+    subject.loader.wait_all()
+    assert subject.results()[load_id].cause == ""
+    subject.expect_loaded((2, 3), (2, 3))
+    gate.open()
+    subject.wait_at_rest()
+    subject.close()

@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ from vllm_ascend_pd.pool.tier import Opening, Status, Tier, Value
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from io import FileIO
 
     from vllm_ascend_pd.pool.room import Gone
@@ -47,6 +47,9 @@ _STUCK = "./"
 and its turn to go comes again."""
 _REST_S = 1.0
 """After a failure, so long nothing is expected to work."""
+_HANGS_S = 2.0
+"""A call that has not ended after that hangs, as on a file system of a network whose server is
+away. Nothing more is asked of that disk until it has ended."""
 
 
 def make_folder(path: str) -> Path:
@@ -127,6 +130,9 @@ class FileTier(Tier):
         self._is_open = True
         self._read_failed_at = -math.inf
         self._write_failed_at = -math.inf
+        self._calls: dict[int, float] = {}
+        """On the disk and under way: when each began."""
+        self._is_hanging = False
         try:
             self._find_files()
         except OSError as e:
@@ -199,8 +205,11 @@ class FileTier(Tier):
                 return Status.FAILED
             if not self.room.fits(value.num_bytes, value.tenant):
                 return Status.FULL
+        if self._hangs():
+            return Status.FAILED
         try:
-            self._write(value)
+            with self._on_disk():
+                self._write(value)
         except OSError as e:
             return self._disk_full(value) if e.errno in _NO_ROOM else self._write_failed(e)
         return Status.OK
@@ -216,9 +225,35 @@ class FileTier(Tier):
             self.num_file_errors += 1
             left = self.room.capacity_bytes - self.room.used_bytes + value.num_bytes
             evicted = self.room.make_room(left)
-        with suppress(OSError):
+        with suppress(OSError), self._on_disk():
             self._delete(evicted)
         return Status.FULL
+
+    @contextmanager
+    def _on_disk(self) -> Iterator[None]:
+        call = next(self._numbers)
+        with self._lock:
+            self._calls[call] = time.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._calls[call]
+
+    def _hangs(self) -> bool:
+        with self._lock:
+            began = min(self._calls.values(), default=math.inf)
+            hangs = time.monotonic() - began > _HANGS_S
+            is_news = hangs and not self._is_hanging
+            self._is_hanging = hangs
+            self.num_file_errors += is_news
+        if is_news:
+            logger.warning(
+                "the pool's files in %s: the disk does not answer; until it does nothing is read"
+                " from it or stored there",
+                self.folder,
+            )
+        return hangs
 
     def _delete(self, values: Iterable[Gone]) -> None:
         """What cannot be removed goes on to take its room."""
@@ -287,6 +322,12 @@ class FileTier(Tier):
             if entry is None:
                 return Status.MISSING
             path = self.path_of(value.key, entry[1])
+        if self._hangs():
+            return Status.FAILED
+        with self._on_disk():
+            return self._read(value, entry, path)
+
+    def _read(self, value: Value, entry: tuple[int, str], path: Path) -> Status:
         data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
         try:
             with path.open("rb", buffering=0) as file:
@@ -346,12 +387,14 @@ class FileTier(Tier):
 
     def remove(self, keys: Sequence[str]) -> None:
         try:
-            self._delete(self._forget(keys))
+            with self._on_disk():
+                self._delete(self._forget(keys))
         except OSError as e:
             self._write_failed(e)
 
     def is_healthy(self) -> bool:
-        return self._is_open and time.monotonic() - self._read_failed_at > _REST_S
+        is_well = time.monotonic() - self._read_failed_at > _REST_S
+        return self._is_open and is_well and not self._hangs()
 
     def close(self) -> None:
         """The files stay."""

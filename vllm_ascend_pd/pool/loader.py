@@ -109,14 +109,25 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
         self._slots = slots
         self._order = count()
         self._batches: queue.PriorityQueue[tuple[int, int, _Batch | None]] = queue.PriorityQueue()
-        self._threads = [
-            threading.Thread(target=self._run, name=f"pd-pool-read-{i}", daemon=True)
-            for i in range(num_readers)
-        ]
+        self._num_readers = num_readers
+        self._threads: list[threading.Thread] = []
+        self._reading: dict[threading.Thread, _Batch] = {}
+        """What each of them reads; its own thread writes, the main thread looks."""
 
     def start(self) -> None:
-        for thread in self._threads:
+        for _ in range(self._num_readers):
+            number = len(self._threads)
+            thread = threading.Thread(target=self._run, name=f"pd-pool-read-{number}", daemon=True)
+            self._threads.append(thread)
             thread.start()
+
+    def _replace_held(self) -> None:
+        """Where every reader is held by a call beyond its load's end, as by a disk that hangs, as
+        many more read from other tiers; once, for there are no slots for more.
+        """
+        num_held = sum(batch.load.ended is not None for batch in list(self._reading.values()))
+        if num_held == self._num_readers == len(self._threads):
+            self.start()
 
     def stop(self) -> None:
         for _ in self._threads:
@@ -136,6 +147,7 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
         batches = [batch for part in spec.blocks for batch in self._divide(load, part)]
         load.num_batches = len(batches)
         self._loads[spec.load_id] = [load]
+        self._replace_held()
         for batch in batches:
             # A step that waits goes before loads that nobody waits for yet.
             order = (0 if spec.in_step else 1, next(self._order))
@@ -144,7 +156,7 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
     def _divide(self, load: PoolLoad, part: PoolBlocks) -> list[_Batch]:
         values = self._values[part.group]
         num_blocks, blocks_per_slot = len(part.block_ids), self._blocks_per_slot(values)
-        num_slots = math.ceil(num_blocks / (blocks_per_slot * len(self._threads)))
+        num_slots = math.ceil(num_blocks / (blocks_per_slot * self._num_readers))
         length = blocks_per_slot * min(num_slots, _MAX_SLOTS_PER_BATCH)
         runs = [slice(start, start + length) for start in range(0, num_blocks, length)]
         return [
@@ -158,10 +170,13 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
     # Read threads.
 
     def _run(self) -> None:
+        me = threading.current_thread()
         while True:
+            self._reading.pop(me, None)
             _, _, batch = self._batches.get()
             if batch is None:
                 return
+            self._reading[me] = batch
             try:
                 self._read(batch)
             except Exception:

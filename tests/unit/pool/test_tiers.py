@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -249,6 +250,48 @@ def test_tier_that_has_just_failed_is_not_asked(memory: MemoryTier, files: FileT
     assert get(tier, 1) == [Status.FAILED]
     assert lookup(tier, 2) == [Place.NOWHERE]
     assert get(tier, 2) == [Status.MISSING]
+
+
+@pytest.fixture
+def hanging(
+    files: FileTier, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> Iterator[FileTier]:
+    """It has values 1 to 3, and its disk does not answer who reads the first: to open a pipe waits
+    for a writer. So does a read of a file whose server is away."""
+    put(files, 1, 2, 3)
+    pipe = files.path_of(key_of(1))
+    pipe.unlink()
+    os.mkfifo(pipe)
+    reading = threading.Thread(target=get, args=(files, 1))
+    reading.start()
+    while not files._calls:
+        time.sleep(0.001)
+    monkeypatch.setattr(fs_tier, "_HANGS_S", 0.0)
+    yield files
+    monkeypatch.undo()
+    os.close(os.open(pipe, os.O_WRONLY))
+    reading.join()
+    assert files.is_healthy()
+    assert lookup(files, 2) == [Place.SSD]
+    assert get(files, 2) == [Status.OK]
+    told = [record.getMessage() for record in caplog.get_records("call")]
+    assert sum("the disk does not answer" in text for text in told) == 1
+
+
+def test_disk_that_hangs_is_asked_nothing_more_until_it_answers(hanging: FileTier) -> None:
+    assert not hanging.is_healthy()
+    assert get(hanging, 2) == [Status.FAILED]
+    assert put(hanging, 4) == [Status.FAILED]
+    assert hanging.num_file_errors == 1
+
+
+def test_disk_that_hangs_leaves_the_other_tiers(hanging: FileTier, memory: MemoryTier) -> None:
+    tier = CompositeTier([memory, hanging])
+    put(memory, 2)
+    assert lookup(tier, 2, 3) == [Place.DRAM, Place.NOWHERE]
+    assert get(tier, 2, 3) == [Status.OK, Status.MISSING]
+    assert put(tier, 4) == [Status.OK]
+    assert lookup(tier, 4) == [Place.DRAM]
 
 
 def test_damaged_copy_gives_way_to_a_good_one_below(files: FileTier, tmp_path: Path) -> None:
