@@ -80,6 +80,9 @@ class PeerLoad(Load):
     is_complete: bool = True
     """Whether all pieces are known; an awaited load learns of them bit by bit."""
     watched_at: float = 0.0
+    """When its producer was asked last, for that or for a sign of life."""
+    unanswered_at: float = 0.0
+    """When it was asked first of those times after which nothing has come."""
     furthest: tuple[int, int] = (0, 0)
     """How far the producer has ever said to be; who says less, or the same again, prolongs nothing.
     """
@@ -123,6 +126,7 @@ class PeerLoad(Load):
             load.num_planned = [0] * num_layers
             load.is_complete = False
         else:
+            load.watched_at = load.started  # a sign of life in time is all that is wanted
             has_tail = blocks.has_tail and spec.in_step
             page_bytes = load.layout.page_bytes
             num_blocks = len(blocks.block_ids)

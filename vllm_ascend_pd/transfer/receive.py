@@ -199,17 +199,16 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         for load in self._active:
             if now >= load.deadline:
                 self._end(load, Cause.DEADLINE.value)
-            is_awaited = load.spec.num_awaited is not None
-            if load.ended is None and is_awaited:
+            if load.ended is None and not load.spec.in_step:
                 self._keep_watching(load, now)
             if load.ended is not None:
                 self._rings.end(load)
-                if is_awaited:
+                if load.spec.num_awaited is not None:
                     self._await_no_more(load)
                 continue
             left.append(load)
             look_at = min(look_at, load.deadline)
-            if is_awaited:
+            if not load.spec.in_step:
                 look_at = min(look_at, load.watched_at + self.answer_timeout_s / 2)
         self._active, self._look_at = left, look_at
 
@@ -224,22 +223,30 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         self._must_look = True
 
     def _keep_watching(self, load: PeerLoad, now: float) -> None:
-        """Ask how far the prompt is, at first and as a sign of life, which must come back to the
-        end: the load's own term is that of computing a prompt.
+        """Ask how far the prompt is, if it is awaited, and for a sign of life, which must come back
+        to the end: the load's own term is that of computing a prompt, or of a slow link.
         """
         spec = load.spec
-        if load.watched_at:
-            heard_at = self._heard_at.get(load.peer, 0.0)
-            if now >= max(heard_at, load.started) + 2 * self.answer_timeout_s:
+        if self._is_silent(load, now):
+            self.peers.receive()  # what has come while this thread, or its process, had no turn
+            if self._is_silent(load, now):
                 self._end(load, Cause.PEER_UNREACHABLE.value)
                 return
-            if now < load.watched_at + self.answer_timeout_s / 2:
-                return
+        if load.watched_at and now < load.watched_at + self.answer_timeout_s / 2:
+            return
         load.watched_at = now
-        each_layer = self._push_mode in (PushMode.AUTO, PushMode.LAYER)
+        if self._heard_at.get(load.peer, 0.0) >= load.unanswered_at:
+            load.unanswered_at = now
+        is_awaited = spec.num_awaited is not None
+        each_layer = is_awaited and self._push_mode in (PushMode.AUTO, PushMode.LAYER)
         watch = Watch(spec.transfer_id, spec.epoch, load.ticket, each_layer)
         if not self.peers.send(load.peer, encode(watch)):
             self._end(load, Cause.PEER_UNREACHABLE.value)
+
+    def _is_silent(self, load: PeerLoad, now: float) -> bool:
+        """Whether its producer has said nothing for too long, though it was asked."""
+        heard_at = self._heard_at.get(load.peer, 0.0)
+        return heard_at < load.unanswered_at <= now - 2 * self.answer_timeout_s
 
     def _on_progress(self, peer: Endpoint, progress: Progress) -> None:
         for load in self._awaited.get((peer, progress.transfer_id), ()):

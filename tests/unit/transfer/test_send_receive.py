@@ -471,6 +471,54 @@ def test_parked_load_meets_its_deadline_too(
     assert [r.cause for r in results] == [Cause.DEADLINE.value]
 
 
+def test_parked_load_of_a_peer_that_says_nothing_ends_long_before_its_deadline(
+    make_pair: Callable[..., Pair], silent: Endpoint
+) -> None:
+    pair = make_pair()
+    pair.loader.start_load(pair.spec((0,), (0,), timeout_s=1000.0, peer=silent, in_step=False))
+    for _ in range(6):
+        pair.pass_time(pair.loader.answer_timeout_s / 2)
+    assert [r.cause for r in pair.loader.take_results()] == [Cause.PEER_UNREACHABLE.value]
+    pair.time_passed = 1000.0
+    wait_until(lambda: pair.receive_pool.num_free == NUM_SLOTS)
+
+
+def pass_time_in_which_it_answers(pair: Pair, seconds: float) -> None:
+    """It is asked, and its answer is read."""
+    heard_at = dict(pair.loader._heard_at)
+    pair.pass_time(seconds)
+    wait_until(lambda: pair.loader._heard_at != heard_at)
+
+
+def test_parked_load_of_a_peer_that_writes_slowly_goes_on(make_pair: Callable[..., Pair]) -> None:
+    pair = make_pair(FaultScript(then=NEVER), write_timeout_s=1000.0)
+    pair.grant(0)
+    spec = pair.spec((0,), (0,), timeout_s=1000.0, in_step=False)
+    pair.loader.start_load(spec)
+    wait_until(lambda: pair.receive_pool.num_free < NUM_SLOTS)
+    for _ in range(20):
+        pass_time_in_which_it_answers(pair, pair.loader.answer_timeout_s)
+    assert pair.loader.take_results() == []
+    pair.loader.cancel(spec.load_id)
+    assert len(pair.loader.take_results()) == 1
+
+
+def test_parked_load_goes_on_after_its_own_process_was_stopped(
+    make_pair: Callable[..., Pair],
+) -> None:
+    """Its peer has answered all that it was asked: it is asked again before it is given up."""
+    pair = make_pair(FaultScript(then=NEVER), write_timeout_s=1000.0)
+    pair.grant(0)
+    spec = pair.spec((0,), (0,), timeout_s=1000.0, in_step=False)
+    pair.loader.start_load(spec)
+    wait_until(lambda: pair.receive_pool.num_free < NUM_SLOTS)
+    pass_time_in_which_it_answers(pair, pair.loader.answer_timeout_s)
+    pass_time_in_which_it_answers(pair, 20 * pair.loader.answer_timeout_s)
+    assert pair.loader.take_results() == []
+    pair.loader.cancel(spec.load_id)
+    assert len(pair.loader.take_results()) == 1
+
+
 def test_piece_that_came_in_time_counts_however_late_it_is_read(
     make_pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
