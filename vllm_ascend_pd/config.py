@@ -136,6 +136,9 @@ class TransferConfig(msgspec.Struct, frozen=True):
     """Longest wait for KV inside one step; the whole batch waits with it."""
     load_timeout_s: Duration = 30.0
     """Longest load of a parked request."""
+    breaker_failures: Count = 3
+    """So many failures in a row, and a consumer computes a producer's prompts itself, but for one
+    at a time that tries it."""
     max_freeze_s: Duration = 0.5
     """A running request that moves to another engine stops for so long at most, before it stays."""
     arrival_timeout_s: Duration = 5.0

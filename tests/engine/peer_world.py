@@ -28,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 from tests.clock import Clock
 from vllm_ascend_pd.config import PDConfig, Role
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+from vllm_ascend_pd.engine.scheduler.known_peers import KnownPeers
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.scheduler.parking import Parking
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending
@@ -326,6 +327,7 @@ class ConsumerProcess:
             divides_pages=True,
             vocab_size=VOCAB_SIZE,
         )
+        self.consumer.known = KnownPeers(max_failures=3, clock=clock)
         self.requests: list[Request] = []
         self.ended: list[tuple[Request, RemotePrompt, Provenance]] = []
         self.loading: list[RemotePrompt] = []

@@ -21,7 +21,12 @@ NUM_TOKENS = 4 * BLOCK_SIZE + 9
 SMALL_PIECES = {"staging_slot_bytes": 64 * 1024, "staging_slots": 256}
 """Four pages a piece: the tail of a prompt of ``NUM_TOKENS`` is one piece, its blocks are four.
 So many slots that those in quarantine after a failure are not missed by the next test."""
-IMPATIENT = {**SMALL_PIECES, "peer_timeout_s": 1.5, "step_load_timeout_s": 3.0}
+IMPATIENT = {
+    **SMALL_PIECES,
+    "peer_timeout_s": 1.5,
+    "step_load_timeout_s": 3.0,
+    "breaker_failures": 1000,  # one producer fails in one test after another
+}
 
 
 FEW_BLOCKS = 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import signal
 import time
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -79,6 +80,33 @@ def test_producer_is_lost(
     assert_no_leak(consumer, before)
     prompt = make_prompt(100, f"afterwards {number} {moment}")
     assert consumer.ask(prompt, 4).token_ids == single(prompt, 4).token_ids
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_producer_that_was_stopped_goes_on_and_is_used_again(
+    engines: Engines, single: SingleEngine, moment: str
+) -> None:
+    producer = engines.own("kv_producer", **PRODUCER)
+    consumer = survivor(engines, "kv_consumer", CONSUMER)
+    before = producer.counts(), consumer.counts()
+    crowd = Crowd(producer, consumer)
+    crowd.reach(moment)
+    producer.signal(signal.SIGSTOP)
+    answers = consumer.run(timeout=60)
+    producer.signal(signal.SIGCONT)
+    producer.run(timeout=60)
+    for name, prompt in PROMPTS.items():
+        assert answers[name].token_ids == single(prompt, NUM_OUTPUT).token_ids, name
+    assert_no_leak(producer, before[0], timeout=60)
+    assert_no_leak(consumer, before[1], timeout=60)
+    deadline = time.monotonic() + 60
+    for number in count():  # it is tried now and then until its KV comes
+        prompt = make_prompt(100, f"afterwards {moment} {number}")
+        answer = consumer.ask(prompt, 4, producer.prefill(prompt))
+        assert answer.token_ids == single(prompt, 4).token_ids
+        if answer.outcome == "loaded":
+            break
+        assert time.monotonic() < deadline, answer.outcome
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -20,7 +20,7 @@ def measure(consumer: Engine, load_ms: float) -> None:
     """It computes a token in 1 ms, and loads a block in ``load_ms``."""
     peers = consumer.scheduler.pd.part(Consumer)
     for _ in range(100):
-        peers.speed.note(consumer.scheduler.pd.common.bytes_per_block(), load_ms)
+        peers.known.speed.note(consumer.scheduler.pd.common.bytes_per_block(), load_ms)
         peers.prefill.note(1, 1.0)
 
 

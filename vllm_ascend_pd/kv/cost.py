@@ -35,6 +35,12 @@ class Speed:
         mean = self.per_ms or measured
         self.per_ms = mean + self._smoothing * (measured - mean)
 
+    def drop_to(self, amount: float, elapsed_ms: float) -> None:
+        """Somebody has waited for this in vain, or too long: if it was slower than was believed, it
+        counts at once, also where nothing has come at all.
+        """
+        self.per_ms = min(self.per_ms, max(amount, 1.0) / elapsed_ms)
+
     def relax(self) -> None:
         """Something was not loaded because that seemed slow: believe it a little less each time, so
         that a bad moment is not remembered for ever.

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_ascend_pd.config import NOT_ALLOWED
 from vllm_ascend_pd.engine.scheduler.first_token import deliver
+from vllm_ascend_pd.engine.scheduler.known_peers import KnownPeer, KnownPeers
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.scheduler.producer import tail_extra_keys
 from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.engine.vllm_api.groups import block_hashes
 from vllm_ascend_pd.engine.vllm_api.status import wait_for_kv
 from vllm_ascend_pd.errors import TransferError
-from vllm_ascend_pd.kv.cost import Speed
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import OpenLabel
 from vllm_ascend_pd.transfer.leases import tail_digest
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 logger = limited_logger(__name__)
 
 A = TypeVar("A", Opened, Extended)
-_FIRST_BYTES_PER_MS = 300_000.0
 _HAVE_NOT_FAILED = frozenset({"loaded", "local", "first_token", "not_needed", "cancelled"})
 """Outcomes of requests whose KV came, or that did without."""
 _OVERDUE_S = 0.25
@@ -72,7 +71,7 @@ class Consumer(Part):
         self.transfer = common.config.transfer
         self.groups = common.groups
         self.has_states = common.has_states
-        self.speed = Speed(_FIRST_BYTES_PER_MS)
+        self.known = KnownPeers(self.transfer.breaker_failures)
         self.prefill = common.prefill
         self._common = common
         self._stats = common.stats
@@ -95,9 +94,9 @@ class Consumer(Part):
         self._overdue_at = 0.0
         self._failed_peers = OpenLabel()
 
-    def load_ms(self, group: int) -> float:
+    def load_ms(self, peer: KnownPeer, group: int) -> float:
         """Of a block of this group, of all workers together."""
-        return self.speed.ms(self._common.bytes_per_block(group))
+        return peer.speed.ms(self._common.bytes_per_block(group))
 
     def add(self, request: Request, params: dict[str, Any]) -> tuple[Cause, str] | None:
         """Check what the client sent and ask the producer; the request waits for the answer.
@@ -123,6 +122,10 @@ class Consumer(Part):
             # One token is computed in any case; prompt logprobs need the whole prompt computed.
             prompt.provenance.outcome = Cause.NOT_NEEDED.value
             prompt.aborted()
+            return None
+        if not prompt.peer.may_be_asked(prompt):
+            wait_for_kv(request)  # another source may be asked
+            self._refused(prompt, prompt.peer.cause, "its KV did not come for others")
             return None
         sampling_key = self._sampling_key(request)
         end = prompt.end - (not sampling_key)
@@ -167,20 +170,35 @@ class Consumer(Part):
             if not isinstance(answer, Opened):
                 if not isinstance(answer, Refused):
                     answer = Refused("", Cause.BAD_PARAMS.value, f"answered {answer!r:.64}")
-                prompt.refused(answer.cause)
-                logger.warning(
-                    "request %s: its prompt will be computed here: %s (%s; from %s)",
-                    request_id,
-                    answer.cause,
-                    answer.detail,
-                    prompt.whence,
-                )
+                self._refused(prompt, answer.cause, answer.detail)
+                if answer.cause == Cause.PEER_UNREACHABLE.value and prompt.peer.failed(
+                    answer.cause
+                ):
+                    self._leave_alone(prompt.peer, prompt.control)
                 continue
             prompt.opened(answer)
             self._kept_epochs[prompt.lease] = prompt.epoch
             self.client.keep(prompt.control, prompt.remote.transfer_id, prompt.epoch)
             if answer.first_token_id is not None:
                 self._note_first_token(prompt, answer.first_token_id)
+
+    def _refused(self, prompt: RemotePrompt, cause: str, detail: str) -> None:
+        prompt.refused(cause)
+        logger.warning(
+            "request %s: its prompt will be computed here: %s (%s; from %s)",
+            *(prompt.request.request_id, cause, detail, prompt.whence),
+        )
+
+    def _leave_alone(self, peer: KnownPeer, endpoint: Endpoint) -> None:
+        """It has failed for the last time: who has not begun to load from it computes."""
+        logger.warning(
+            "KV of %s does not come (%s): its prompts are computed here, but for one at a time"
+            " that tries it, the first in %.0f s",
+            *(endpoint, peer.cause, peer.backoff_s),
+        )
+        for prompt in self.open.values():
+            if prompt.peer is peer and prompt.has_begun_nothing:
+                self._give_up(prompt, Cause(peer.cause))
 
     def _note_first_token(self, prompt: RemotePrompt, token_id: int) -> None:
         if not 0 <= token_id < self._vocab_size:
@@ -236,9 +254,12 @@ class Consumer(Part):
         """
         self._overdue_at = now + _OVERDUE_S
         for prompt in [x for x in self.open.values() if x.is_overdue(now)]:
-            self._common.parking.drop_tail(prompt)
-            self._common.phantoms.withdraw(prompt)
-            prompt.give_up(Cause.DEADLINE)
+            self._give_up(prompt, Cause.DEADLINE)
+
+    def _give_up(self, prompt: RemotePrompt, cause: Cause) -> None:
+        self._common.parking.drop_tail(prompt)
+        self._common.phantoms.withdraw(prompt)
+        prompt.give_up(cause)
 
     def end_step(self) -> None:
         self._stats.add_errors(self.client.take_errors())
@@ -286,14 +307,22 @@ class Consumer(Part):
                 )
         return Refused(answer.transfer_id, Cause.INCOMPATIBLE.value, detail) if detail else answer
 
-    def load_ended(self, result: LoadResult) -> None:
-        """A load of any prompt has."""
+    def load_ended(
+        self, peer: KnownPeer, endpoint: Endpoint, result: LoadResult, was_parked: bool
+    ) -> None:
+        """A load of any prompt has, from this peer."""
         self._stats.add("loads", label=result.cause or "ok")
         if result.num_bytes:
             self._stats.add("load_bytes", result.num_bytes, result.transport)
         self._stats.add("load_ms", result.elapsed_ms)
         if not result.was_awaited:
-            self.speed.note(result.num_bytes, result.elapsed_ms)
+            self.known.speed.note(result.num_bytes, result.elapsed_ms)
+        if not peer.load_ended(result, None if was_parked else self.transfer.max_step_load_ms):
+            return
+        if peer.is_well:
+            logger.info("KV of %s has come: its prompts are loaded again", endpoint)
+        else:
+            self._leave_alone(peer, endpoint)
 
     def is_over(self, prompt: RemotePrompt) -> None:
         """Nothing more is read from this lease by this request; the last one gives it back."""

@@ -312,7 +312,7 @@ class Round(PeerSource):
     def __init__(self, move: _Move, moves: MovesIn, answer: Extended) -> None:
         request = move.request
         move.provenance.num_prompt_tokens = request.num_tokens
-        super().__init__(request, moves.consumer, move.provenance)
+        super().__init__(request, moves.consumer, move.peer, move.provenance)
         self.move = move
         self._moves = moves
         self._answer = answer

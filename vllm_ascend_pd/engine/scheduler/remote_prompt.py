@@ -41,13 +41,20 @@ class PeerSource(BlockSource):
     """What is loaded from a peer."""
 
     def __init__(
-        self, request: Request, peers: Consumer, provenance: Provenance | None = None
+        self,
+        request: Request,
+        peers: Consumer,
+        control: Endpoint,
+        provenance: Provenance | None = None,
     ) -> None:
+        """``control``: where its peer is asked."""
         super().__init__(request, provenance)
         self._peers = peers
+        self.control = control
+        self.peer = peers.known.of(control)
 
     def load_ms(self, place: Wanted) -> float:
-        return self._peers.load_ms(place.group)
+        return self._peers.load_ms(self.peer, place.group)
 
     def load_ended(
         self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
@@ -57,7 +64,7 @@ class PeerSource(BlockSource):
         origin.transfer_ms += result.elapsed_ms
         origin.transport = result.transport or origin.transport
         origin.outcome = result.cause or origin.outcome
-        self._peers.load_ended(result)
+        self._peers.load_ended(self.peer, self.control, result, was_parked)
         super().load_ended(result, places, was_parked)
 
     def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:
@@ -75,10 +82,10 @@ class RemotePrompt(PeerSource):
         self, request: Request, remote: RemotePrefill, peers: Consumer, key: tuple[str, int]
     ) -> None:
         """``key``: unlike the request's id it is not used again."""
-        super().__init__(request, peers)
+        control = Endpoint(remote.remote_host, remote.remote_port, remote.remote_key)
+        super().__init__(request, peers, control)
         self.key = key
         self.remote = remote
-        self.control = Endpoint(remote.remote_host, remote.remote_port, remote.remote_key)
         self.epoch = remote.remote_epoch
         self.first_token_id: int | None = None
         """What the producer has sampled after the prompt."""
@@ -130,6 +137,10 @@ class RemotePrompt(PeerSource):
         self.set_complete(answer.is_computed)
         self.place_until = time.monotonic() + self._transfer.load_timeout_s
         self.advance(SourceEvent.FOUND)
+
+    def load_beside_steps(self) -> None:
+        """Whatever is expected of its load."""
+        self.parked_only = self.always_parks = True
 
     def set_complete(self, is_complete: bool) -> None:
         """Whether the producer has computed all of it."""
@@ -229,7 +240,7 @@ class RemotePrompt(PeerSource):
     def use(self, plan: LoadPlan, num_offered: int) -> None:
         super().use(plan, num_offered)
         if plan.num_blocks < num_offered:
-            self._peers.speed.relax()
+            self.peer.speed.relax()
             self._num_tail_tokens = 0
 
     # What becomes of it.
@@ -238,6 +249,17 @@ class RemotePrompt(PeerSource):
     def offers(self) -> bool:
         """Also to a request that was preempted while its load is under way, and is loaded again."""
         return super().offers or self.state is SourceState.ADMITTED
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something of it is loaded, or may be."""
+        return self.num_loads > 0 or not self.state.final
+
+    @property
+    def has_begun_nothing(self) -> bool:
+        """Whether it is decided, or about to be, how it is loaded, and nothing has been."""
+        waits = self.state in (SourceState.READY, SourceState.PLACED) and not self.num_loads
+        return waits and not self.num_parked_tokens
 
     def is_overdue(self, now: float) -> bool:
         """Whether it has waited too long for memory, with nothing on its way."""
