@@ -247,7 +247,6 @@ def _params(engine: ScriptedEngine, request: Received) -> dict[str, Any] | None:
 # Completions and chats.
 
 
-
 @contextmanager
 def commented_events() -> Iterator[None]:
     """Those of completions and chats have comments between them."""
