@@ -33,6 +33,7 @@ from vllm_ascend_pd.pool.packed_slot import PackedSlot
 from vllm_ascend_pd.pool.tier import Status, Value
 from vllm_ascend_pd.pool.values import BlockValues
 from vllm_ascend_pd.testing.loader_contract import (
+    LONG_S,
     NUM_THEIRS,
     SHORT_S,
     Gate,
@@ -158,7 +159,7 @@ def test_readers_that_a_tier_holds_for_ever_do_not_keep_others_from_loading() ->
     results = subject.results(2)
     assert {results[load_id].cause for load_id in held} == {Cause.DEADLINE.value}
     subject.tier.gate = Gate()  # it is not asked any more
-    load_id = subject.start((2, 3), (2, 3))
+    load_id = subject.start((2, 3), (2, 3), timeout_s=LONG_S / 4)  # a gate opens after LONG_S
     subject.loader.wait_all()
     assert subject.results()[load_id].cause == ""
     subject.expect_loaded((2, 3), (2, 3))
