@@ -27,7 +27,7 @@ _FIRST_BYTES_PER_MS = 300_000.0
 _MIN_BACKOFF_S, _MAX_BACKOFF_S = 1.0, 10.0
 _MAX_PEERS = 1024
 """Requests name peers, so their number is bounded: the one that was asked longest ago goes."""
-_TOO_LONG = 4.0
+_TOO_LONG = 10.0
 """So many times ``max_step_load_ms``, and a load in a step should have been parked."""
 _FAULTS = frozenset(
     {
