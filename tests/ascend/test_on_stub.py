@@ -24,6 +24,7 @@ def test_there_are_tests_to_run() -> None:
 @pytest.fixture(scope="module")
 def output(patched: Path) -> str:
     env = {**os.environ, "PD_ASCEND_TREE": str(patched), "VLLM_LOGGING_LEVEL": "ERROR"}
+    env.pop("PYTEST_ADDOPTS", None)  # the lines below are those of its own options
     env["PYTHONPATH"] = os.pathsep.join([str(HERE / "stub"), str(patched)])
     options = ["-o", "filterwarnings=", "-p", "no:cacheprovider", "-rA", "--no-header"]
     done = subprocess.run(
