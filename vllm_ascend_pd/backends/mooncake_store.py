@@ -117,6 +117,8 @@ class MooncakeStore:
             raise ValueError(f"cannot register {num_bytes} bytes at {addr:#x}")
         with self._changed:
             self._buffers[addr] = num_bytes
+            if self._store is None:
+                return  # who connects registers it, and a second time would be refused
         with self._use() as store:
             if store is not None and (rc := store.register_buffer(addr, num_bytes)):
                 raise BackendError(f"Mooncake cannot register {num_bytes} bytes: rc {rc}")
