@@ -34,11 +34,9 @@ class Engines:
         self._before: dict[Engine, dict[str, int]] = {}
         self._own: list[Engine] = []
 
-    def shared(self, role: str, transfer: dict[str, Any] | None = None, **options: Any) -> Engine:
-        """An engine that other tests use too; ``transfer`` are options of that section. A producer
-        that has failed in others is asked again."""
-        transfer = {"breaker_failures": 1000, **(transfer or {})}
-        return self._watch(self._fleet.engine(self._configure(role, transfer, **options)))
+    def shared(self, role: str, **options: Any) -> Engine:
+        """An engine that other tests use too; ``transfer`` are options of that section."""
+        return self._watch(self._fleet.engine(self._configure(role, **options)))
 
     def own(self, role: str, **options: Any) -> Engine:
         """An engine that this test may kill."""

@@ -106,7 +106,9 @@ class EngineConfig:
         if self.role is None:
             return None
         small = {"staging_slot_bytes": 2 << 20}  # all of it is written to when an engine starts
-        transfer = {"check_integrity": True, **small, **json.loads(self.transfer)}
+        # What other tests, or a slow host, have taught a consumer of its producer changes nothing.
+        same = {"max_step_load_ms": 1e6, "breaker_failures": 1000}
+        transfer = {"check_integrity": True, **small, **same, **json.loads(self.transfer)}
         extra: dict[str, Any] = {"transfer": transfer}
         security: dict[str, Any] = {}
         if self.secret_file is not None:

@@ -25,7 +25,6 @@ IMPATIENT = {
     **SMALL_PIECES,
     "peer_timeout_s": 1.5,
     "step_load_timeout_s": 3.0,
-    "max_step_load_ms": 1e6,  # also on a host on which a step has waited for long
 }
 
 

@@ -23,7 +23,7 @@ NUM_OUTPUT = 4
 PROMPTS = {f"r{n}": make_prompt(40 + 5 * n % 230, f"fault matrix {n}") for n in range(NUM_REQUESTS)}
 TIMES = {"lease_s": 2.0, "peer_timeout_s": 1.0, "step_load_timeout_s": 1.0, "load_timeout_s": 2.0}
 PRODUCER = {"transfer": TIMES, "num_blocks": 700}
-CONSUMER = {"transfer": {**TIMES, **EVERY_LAYER}, "num_blocks": 700}
+CONSUMER = {"transfer": {**TIMES, **EVERY_LAYER, "breaker_failures": 3}, "num_blocks": 700}
 MOMENTS = ["arrival", "mid-push", "after the push"]
 
 
