@@ -109,7 +109,7 @@ class Body:
     def add(self, name: str, value: msgspec.Raw) -> None:
         """For the engine that decodes, whatever the client says there."""
         self.fields[name] = value
-        self.raw = _encoder.encode(self.fields)
+        self.fields_changed()
 
     def fields_changed(self) -> None:
         """Somebody has written to them."""
@@ -118,7 +118,7 @@ class Body:
     def drop(self, name: str) -> None:
         """Whatever the client says there."""
         if self.fields.pop(name, None) is not None:
-            self.raw = _encoder.encode(self.fields)
+            self.fields_changed()
 
     def for_prefill(self, transfer_id: str | None = None, rank: int | None = None) -> bytes:
         """Compute the prompt, one token of one sample, not streamed. With a transfer id D asks

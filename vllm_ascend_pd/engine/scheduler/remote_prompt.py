@@ -258,13 +258,15 @@ class RemotePrompt(PeerSource):
     @property
     def has_begun_nothing(self) -> bool:
         """Whether it is decided, or about to be, how it is loaded, and nothing has been."""
-        waits = self.state in (SourceState.READY, SourceState.PLACED) and not self.num_loads
-        return waits and not self.num_parked_tokens
+        return self._waits_for_its_load and not self.num_parked_tokens
+
+    @property
+    def _waits_for_its_load(self) -> bool:
+        return self.state in (SourceState.READY, SourceState.PLACED) and not self.num_loads
 
     def is_overdue(self, now: float) -> bool:
         """Whether it has waited too long for memory, with nothing on its way."""
-        waits = self.state in (SourceState.READY, SourceState.PLACED) and not self.num_loads
-        return waits and now >= self._admit_until
+        return self._waits_for_its_load and now >= self._admit_until
 
     def give_up(self, cause: Cause) -> None:
         if self.state.final:
