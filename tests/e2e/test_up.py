@@ -336,7 +336,8 @@ def test_all_engines_are_restarted_and_no_request_fails(up: Up) -> None:
     alone = up.engine_url("prefill-0")
     assert_whole(streams, read_all(alone, bodies))
     for name, pid in first.items():
-        assert re.findall(rf"{name}: (\w+)", told.stdout) == ["draining", "restarting", "ready"]
+        said = re.findall(rf"{name}: (\w+)", told.stdout)
+        assert said == ["draining", "restarting", "up", "ready"]
         assert up.pid(name) != pid
     for prompt in list(answers)[:: len(answers) // 24 + 1]:
         assert answers[prompt] == complete(alone, prompt, cache_salt="alone")

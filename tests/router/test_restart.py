@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -276,6 +277,23 @@ def test_with_no_time_to_drain_an_engine_is_restarted_at_once(tmp_path: Path) ->
     run(test)
 
 
+def test_engine_that_is_up_is_said_to_be_watched(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, "p0", "d0", lasts_s=1000) as c:
+            told = []
+            async for line in ask_to_restart(c.socket, RestartOrder(("d0",), 0)):
+                told.append(line.text)
+                if re.fullmatch(r"d0: up, and must last \d+ s more", line.text):
+                    pid = c.pid("d0")
+                    assert pid is not None
+                    os.kill(pid, signal.SIGKILL)
+            assert len(told) == 3
+            assert told[0] == "d0: restarting"
+            assert told[2].startswith("d0 came up and did not stay so (killed by SIGKILL")
+
+    run(test)
+
+
 def test_engine_that_does_not_come_back_ends_the_round(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path, "p0", "d0", "d1") as c:
@@ -312,7 +330,8 @@ def test_engine_that_ends_at_its_first_request_takes_no_other_with_it(tmp_path: 
             # It may have been up for less time than lies between two looks.
             ways = ("d0 came up and did not stay so (", "d0 did not come up: ")
             assert told[-1].text.startswith(tuple(f"{way}exited with code 3" for way in ways))
-            assert [line.text for line in told[:-1]] == ["d0: draining", "d0: restarting"]
+            assert [line.text for line in told[:2]] == ["d0: draining", "d0: restarting"]
+            assert all(line.text.startswith("d0: up, and must last ") for line in told[2:-1])
             assert c.pid("d1") == other
 
     run(test)

@@ -80,6 +80,9 @@ class RollingRestart:
             await self._until_up(child)
             restarted.add(child)
             await self._until_known(name)
+            left_s = child.since + self.lasts_s - time.monotonic()
+            if left_s > 0:
+                yield f"{name}: up, and must last {left_s:.0f} s more"
             while time.monotonic() < child.since + self.lasts_s:
                 restarted.refuse_crashed()
                 await asyncio.sleep(POLL_S)
