@@ -24,6 +24,7 @@ from tests.router.harness import (
     until,
 )
 from tests.router.scripted_engine import ScriptedEngine
+from vllm_ascend_pd.router import app
 from vllm_ascend_pd.router.config import Retries
 from vllm_ascend_pd.router.instances import InstanceSpec
 
@@ -106,7 +107,9 @@ def test_nor_do_those_that_tell_their_fingerprints_in_metrics_alone() -> None:
     run(test)
 
 
-def test_nothing_at_all_is_503() -> None:
+def test_nothing_at_all_is_503(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "HEARS_ALL_S", 0)
+
     async def test() -> None:
         async with deployed(0, 0) as d:
             status, headers, body = await d.post()

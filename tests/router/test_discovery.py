@@ -20,13 +20,19 @@ from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.breaker import BreakerState
 from vllm_ascend_pd.registration import RANK_HEADER
+from vllm_ascend_pd.router import app
 from vllm_ascend_pd.router.config import Order
 from vllm_ascend_pd.router.discovery import registered
 from vllm_ascend_pd.router.discovery.static import StaticDiscovery, decode_instances
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
+from vllm_ascend_pd.router.stored import new_response_id
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.router.http_client import EngineClient
+
+
+RESPONSE = f"/v1/responses/{new_response_id('third')}"
+"""Of an engine that nobody knows."""
 
 
 def described(engine: ScriptedEngine, **changes: Any) -> dict[str, Any]:
@@ -68,6 +74,60 @@ def test_engine_registers_drains_and_leaves() -> None:
                 assert response.status == 204
             assert (await d.post())[0] == 503
             await engine.stop()
+
+    run(test)
+
+
+def test_requests_wait_for_engines_to_register_with_a_router_that_has_just_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "HEARS_ALL_S", 1000)
+
+    async def test() -> None:
+        async with deployed(0, 0, ready=False) as d:
+            first, second = ScriptedEngine("first"), ScriptedEngine("second", models=("other",))
+            await first.start()
+            await second.start()
+            of_second = asyncio.ensure_future(d.post(model="other"))
+            await until(lambda: d.router.admission.num_queued == 1)
+            of_first = asyncio.ensure_future(d.post())
+            await until(lambda: d.router.admission.num_queued == 2)
+            await register(d, "first", described(first, models=("tiny",)))
+            assert (await of_first)[0] == 200  # though the other one was there before
+            late = asyncio.ensure_future(d.post(model="third"))
+            await until(lambda: d.router.admission.num_queued == 2)
+            assert (await d.post())[0] == 200
+            async with d.http.get(f"{d.url}{RESPONSE}") as response:
+                assert response.status == 503
+                assert "just started" in (await response.json())["error"]["message"]
+            await register(d, "second", described(second, models=("other",)))
+            assert (await of_second)[0] == 200
+            assert [len(one.received) for one in (first, second)] == [2, 1]
+            d.router.selector.hears_all_at = 0.0
+            assert (await late)[0] == 404  # an engine says so
+            async with d.http.get(f"{d.url}{RESPONSE}") as response:
+                assert response.status == 200  # an engine has said so
+            await first.stop()
+            await second.stop()
+
+    run(test)
+
+
+def test_router_that_has_heard_of_all_refuses_what_nobody_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(app, "HEARS_ALL_S", 1.0)
+
+    async def test() -> None:
+        async with deployed(0, 0, ready=False) as d:
+            posting = asyncio.ensure_future(d.post())
+            await until(lambda: d.router.admission.num_queued == 1)
+            status, _, body = await posting
+            assert status == 503
+            assert json.loads(body)["error"]["message"] == (
+                "no prefill or decode instance is known"
+            )
+            assert (await d.post())[0] == 503
 
     run(test)
 

@@ -94,6 +94,8 @@ class _Wish(NamedTuple):
     target: Instance | None = None
     owner: Instance | str | None = None
     """Of the response that it goes on from; the response itself while nobody knows whose it is."""
+    model: str | None = None
+    """That no engine has told of yet, of a router that has just started."""
 
 
 _ANY = _Wish()
@@ -239,7 +241,10 @@ class Admission:
         owner: Instance | str | None = None
         if response is not None:
             owner = stored.owner(response, self._selector.registry) or response
-        return _Wish(frozenset(request.excluded), request.target, owner)
+        excluded, model = frozenset(request.excluded), request.model
+        if not self._selector.may_hear or self._selector.known(model) is not None:
+            model = None
+        return _Wish(excluded, request.target, owner, model)
 
     def _place(self, request: Routed, turn: Turn) -> Admitted | Unavailable | Full:
         found = self._selector.choose(request)

@@ -79,6 +79,9 @@ LOOP = (
     " that has it as an engine. Give the URLs of engines (--prefill, --decode, --instances)"
 )
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+HEARS_ALL_S = 1.5 * registration.HEARTBEAT_S
+"""After its start a router that is given no instances has heard of all: requests wait so long for
+engines that it does not know."""
 CLOSE_S = 1.0
 """For requests that were cancelled when the router stops, and then for prompts that are given back
 because of it."""
@@ -118,6 +121,7 @@ class Router:
             labels,
             require_prefill=config.require_prefill,
             max_requests=queueing.max_requests,
+            hears_all_at=0.0 if config.names_instances else time.monotonic() + HEARS_ALL_S,
         )
         self.metrics = Metrics(
             lambda: self.registry,

@@ -247,6 +247,12 @@ class RouterConfig:
     the policy ``prefix-aware`` knows. ``auto``: that, and prompts so short that D computes them
     sooner than P hands them over, as measured. A number: the first, and prompts of fewer tokens."""
 
+    @property
+    def names_instances(self) -> bool:
+        """Or where to look for them; else it knows those that register."""
+        given = self.prefills, self.decodes, self.backends, self.instances_file, self.kubernetes
+        return any(given)
+
     def __post_init__(self) -> None:
         if self.order not in ORDERS:
             raise ConfigError(f"order {self.order!r}: one of {', '.join(ORDERS)}")

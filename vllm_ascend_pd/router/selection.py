@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.serving import Servers
 
 UNKNOWN_RETRY_AFTER_S = 5
+JUST_STARTED = "this router has just started, and an engine for this may not have registered yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class Full:
-    """There are engines, and none has room."""
+    """There are engines, and none has room; or those with room may not have told of themselves
+    yet."""
 
 
 class Labels(NamedTuple):
@@ -67,6 +70,8 @@ class Selector:
     """No engine computes a prompt alone for lack of another one."""
     max_requests: int = 1024
     """For which an instance has room."""
+    hears_all_at: float = 0.0
+    """When those engines that are up have told of themselves, on the monotonic clock."""
     _rankings: Rankings = field(init=False)
     _questions: LeastLoaded = field(default_factory=LeastLoaded, init=False)
 
@@ -81,6 +86,8 @@ class Selector:
             if isinstance(owner, Unavailable):
                 return owner
             return Pair(owner, owner, request.alone) if self._with_room((owner,)) else Full()
+        if self._may_be_anothers(request):
+            return Full()
         ranked = self._choose_ranked(request)
         if ranked is not None:
             return ranked
@@ -144,6 +151,8 @@ class Selector:
         owner = self._owner(request)
         if owner is not None:
             return owner
+        if self._may_be_anothers(request):
+            return Unavailable(JUST_STARTED, UNKNOWN_RETRY_AFTER_S)
         found = self.candidates(replace(request, alone="passed on"))
         if isinstance(found, Unavailable):
             return found
@@ -165,6 +174,22 @@ class Selector:
             return None
         usable = owner.may_be_asked and owner not in request.excluded
         return owner if usable else self._unavailable(owner.spec.role, (owner,), request.model)
+
+    @property
+    def may_hear(self) -> bool:
+        """Of engines that are up and have not told of themselves yet."""
+        return time.monotonic() < self.hears_all_at
+
+    def _may_be_anothers(self, request: Routed) -> bool:
+        """Whether it may be for an engine that has not told of itself yet: none that has could
+        serve it, has told of its model, or has the response that it is about."""
+        if not self.may_hear:
+            return False
+        if request.model is not None and self.known(request.model) is None:
+            return True
+        if request.previous_response is not None:
+            return stored.owner(request.previous_response, self.registry) is None
+        return isinstance(self.candidates(request), Unavailable)
 
     def known(self, model: str | None) -> str | None:
         """The model, if an engine told of it."""
