@@ -11,27 +11,29 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import itertools
 import math
 import os
 import shutil
 import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.log_limit import limited_logger
+from vllm_ascend_pd.pool.disk import Disk
+from vllm_ascend_pd.pool.folder import lock_folder, make_folder, warn_of_others
 from vllm_ascend_pd.pool.room import Room, Shares
 from vllm_ascend_pd.pool.tier import Opening, Status, Tier, Value
 from vllm_ascend_pd.types import Place
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
     from io import FileIO
 
+    from vllm_ascend_pd.pool.disk import GivenUp
     from vllm_ascend_pd.pool.room import Gone
 
 logger = limited_logger(__name__)
@@ -39,7 +41,6 @@ logger = limited_logger(__name__)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _FILE_IS_GOOD = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Of a read: this process, or the host, has too much open."""
-_LOCK = "lock"
 _NEW = ".pd-value-"
 _OF_TENANT = "~"
 _STUCK = "./"
@@ -50,65 +51,14 @@ _REST_S = 1.0
 _HANGS_S = 2.0
 """A call that has not ended after that hangs, as on a file system of a network whose server is
 away. Nothing more is asked of that disk until it has ended."""
+_FULL_S = 10.0
+"""After a disk was full, so long the files are taken to have no more room than they had then."""
+_PUT_WAITS_S = 1.0
+"""For one file. Other tiers take blocks meanwhile, and the pool must not be taken for slow."""
 
 
-def make_folder(path: str) -> Path:
-    try:
-        Path(path).mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as e:
-        raise ConfigError(f"pool.ssd.path {path!r} cannot be made: {e}") from e
-    return Path(path)
-
-
-def lock_folder(folder: Path, whole: bool = False) -> int:
-    """For this process, until the descriptor that is returned is closed. With ``whole`` nobody else
-    may use a folder in it, or one that it is in.
-
-    Raises:
-        ConfigError: another engine uses it, or nobody can.
-    """
-    lock_fd = _lock(folder / _LOCK, fcntl.LOCK_EX, os.O_CREAT | os.O_RDWR)
-    if whole:
-        around = [parent / _LOCK for parent in folder.absolute().parents]
-        within = [path for path in folder.rglob(_LOCK) if path.parent != folder]
-        try:
-            for other in around + within:
-                if other.is_file() and os.access(other, os.R_OK):
-                    os.close(_lock(other, fcntl.LOCK_SH, os.O_RDONLY))
-        except ConfigError:
-            os.close(lock_fd)
-            raise
-    return lock_fd
-
-
-def _lock(path: Path, kind: int, flags: int) -> int:
-    try:
-        lock_fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
-    except OSError as e:
-        raise ConfigError(f"pool.ssd.path {path.parent} cannot be used: {e}") from e
-    try:
-        fcntl.flock(lock_fd, kind | fcntl.LOCK_NB)
-    except OSError as e:
-        os.close(lock_fd)
-        raise ConfigError(f"pool.ssd.path {path.parent} is used by another engine") from e
-    return lock_fd
-
-
-def _warn_of_others(folder: Path, num_workers: int) -> None:
-    """Of what this engine has stored with another parallel size. ``folder``: the first worker's."""
-    engine_folder = folder if num_workers == 1 else folder.parent
-    ours = {folder.with_name(f"worker-{rank}") for rank in range(num_workers)}
-    patterns = ["worker-[0-9]*", "dp[0-9]*"] + ["pd[0-9]*"] * (num_workers > 1)
-    for other in {path for pattern in patterns for path in engine_folder.glob(pattern)} - ours:
-        num_bytes = 0
-        with suppress(OSError):
-            num_bytes = sum(path.stat().st_size for path in other.rglob("*") if path.is_file())
-        logger.warning(
-            "KV pool: %s holds %d bytes beyond pool.ssd.size, of an engine with another number of"
-            " workers or ranks; remove it if that does not come back",
-            other,
-            num_bytes,
-        )
+def _create(path: Path) -> int:
+    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
 
 
 class FileTier(Tier):
@@ -116,7 +66,7 @@ class FileTier(Tier):
 
     What is in the folder is kept in memory, from a look at it at the start. A file appears under
     its name when it is whole; that its bytes are the right ones is the reader's to verify, also
-    after a loss of power.
+    after a loss of power. Files are written and removed by one thread.
     """
 
     stores_to = Place.SSD
@@ -127,17 +77,18 @@ class FileTier(Tier):
         self._lock_fd = lock_folder(folder)
         self._lock = threading.Lock()  # guards the fields below; no file is touched under it
         self.room = Room(capacity_bytes, shares)
+        self._capacity_bytes = capacity_bytes
+        self._full_until = -math.inf
         self._is_open = True
         self._read_failed_at = -math.inf
         self._write_failed_at = -math.inf
-        self._calls: dict[int, float] = {}
-        """On the disk and under way: when each began."""
         self._is_hanging = False
         try:
             self._find_files()
         except OSError as e:
             os.close(self._lock_fd)
             raise ConfigError(f"pool.ssd.path {folder} cannot be used: {e}") from e
+        self._disk = Disk()
 
     @classmethod
     def open(cls, opening: Opening) -> FileTier:
@@ -147,7 +98,7 @@ class FileTier(Tier):
         opening.check_share("pool.ssd.size", ssd.size)
         opening.warn_of_no_room("pool.ssd.size", ssd.size)
         if opening.rank == 0:
-            _warn_of_others(Path(ssd.path), opening.num_workers)
+            warn_of_others(Path(ssd.path), opening.num_workers)
         tier = cls(make_folder(ssd.path), ssd.size, Shares.of(opening.config))
         left = shutil.disk_usage(ssd.path).free + tier.room.used_bytes
         if left < ssd.size:
@@ -193,26 +144,48 @@ class FileTier(Tier):
             return [Place.SSD if key in self.room else Place.NOWHERE for key in keys]
 
     def put(self, values: Sequence[Value]) -> list[Status]:
-        return [self._put(value) for value in values]
-
-    def _put(self, value: Value) -> Status:
         with self._lock:
-            if not self._is_open:
-                return Status.FAILED
-            if value.key in self.room:
-                return Status.OK
-            if time.monotonic() - self._write_failed_at <= _REST_S:
-                return Status.FAILED
-            if not self.room.fits(value.num_bytes, value.tenant):
-                return Status.FULL
-        if self._hangs():
+            known = [self._known(value) for value in values]
+        statuses = [status or Status.FAILED for status in known]
+        left = [i for i, status in enumerate(known) if status is None]
+
+        def write(given_up: GivenUp) -> None:
+            for i in left:
+                if given_up():
+                    break
+                statuses[i] = self._put(values[i], given_up)
+
+        if not left or self._hangs() or self._disk.is_held(_PUT_WAITS_S):
+            return statuses
+        if not self._disk.do(write, _PUT_WAITS_S):
+            self._write_failed(TimeoutError(f"no answer in {_PUT_WAITS_S:g} s"))
+        return list(statuses)
+
+    def _known(self, value: Value) -> Status | None:
+        """Under the lock: of a put that the disk need not be asked for."""
+        if not self._is_open:
             return Status.FAILED
+        if value.key in self.room:
+            return Status.OK
+        now = time.monotonic()
+        if now - self._write_failed_at <= _REST_S:
+            return Status.FAILED
+        if now > self._full_until:
+            self.room.capacity_bytes = self._capacity_bytes
+        return None if self.room.fits(value.num_bytes, value.tenant) else Status.FULL
+
+    # Disk thread.
+
+    def _put(self, value: Value, given_up: GivenUp) -> Status:
+        with self._lock:
+            if (known := self._known(value)) is not None:
+                return known
         try:
-            with self._on_disk():
-                self._write(value)
+            with self._disk.call():
+                is_there = self._write(value, given_up)
         except OSError as e:
             return self._disk_full(value) if e.errno in _NO_ROOM else self._write_failed(e)
-        return Status.OK
+        return Status.OK if is_there else Status.FAILED
 
     def _disk_full(self, value: Value) -> Status:
         """Others use the disk, too: give up as much as a later put of this value needs."""
@@ -223,37 +196,12 @@ class FileTier(Tier):
         )
         with self._lock:
             self.num_file_errors += 1
-            left = self.room.capacity_bytes - self.room.used_bytes + value.num_bytes
-            evicted = self.room.make_room(left)
-        with suppress(OSError), self._on_disk():
+            self.room.capacity_bytes = max(self.room.used_bytes, value.num_bytes)
+            self._full_until = time.monotonic() + _FULL_S
+            evicted = self.room.make_room(value.num_bytes)
+        with suppress(OSError), self._disk.call():
             self._delete(evicted)
         return Status.FULL
-
-    @contextmanager
-    def _on_disk(self) -> Iterator[None]:
-        call = next(self._numbers)
-        with self._lock:
-            self._calls[call] = time.monotonic()
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._calls[call]
-
-    def _hangs(self) -> bool:
-        with self._lock:
-            began = min(self._calls.values(), default=math.inf)
-            hangs = time.monotonic() - began > _HANGS_S
-            is_news = hangs and not self._is_hanging
-            self._is_hanging = hangs
-            self.num_file_errors += is_news
-        if is_news:
-            logger.warning(
-                "the pool's files in %s: the disk does not answer; until it does nothing is read"
-                " from it or stored there",
-                self.folder,
-            )
-        return hangs
 
     def _delete(self, values: Iterable[Gone]) -> None:
         """What cannot be removed goes on to take its room."""
@@ -268,17 +216,42 @@ class FileTier(Tier):
         if error is not None:
             raise error
 
-    def _write(self, value: Value) -> None:
+    def _write(self, value: Value, given_up: GivenUp) -> bool:
+        """Whether it is there now."""
         new = self.folder / f"{_NEW}{next(self._numbers)}"
         # Before room is made: on a disk that takes no file, no other value goes for this one.
-        file_fd = os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+        try:
+            file_fd = _create(new)
+        except FileNotFoundError:
+            self._make_folder_again()
+            file_fd = _create(new)
         try:
             with open(file_fd, "wb", buffering=0) as file:
-                self._fill(file, new, value)
+                return self._fill(file, new, value, given_up)
         finally:
             new.unlink(missing_ok=True)
 
-    def _fill(self, file: FileIO, new: Path, value: Value) -> None:
+    def _make_folder_again(self) -> None:
+        """Somebody has removed it, with all that was in it. Raises ``OSError``."""
+        logger.warning(
+            "the pool's files in %s: the folder was removed, with what it held; it is made again",
+            self.folder,
+        )
+        try:
+            lock_fd = lock_folder(make_folder(str(self.folder)))
+        except ConfigError as e:
+            raise OSError(str(e)) from e
+        if os.fstat(lock_fd).st_dev != os.fstat(self._lock_fd).st_dev:
+            os.close(lock_fd)
+            raise OSError("its disk is not mounted any more")
+        os.close(self._lock_fd)
+        self._lock_fd = lock_fd
+        with self._lock:
+            self.num_file_errors += 1
+            for key in self.room.all_keys():
+                self.room.pop(key)
+
+    def _fill(self, file: FileIO, new: Path, value: Value, given_up: GivenUp) -> bool:
         """Write the value into ``file`` at ``new``, and give that its name."""
         data = memoryview((ctypes.c_char * value.num_bytes).from_address(value.addr)).cast("B")
         is_there = False
@@ -286,30 +259,45 @@ class FileTier(Tier):
             evicted = self.room.reserve(value.num_bytes, value.tenant)
         try:
             self._delete(evicted)
-            while data:
+            while data and not given_up():
                 data = data[file.write(data) :]
             file.close()  # some disks say only now that it does not fit
-            self._name(new, value)
-            is_there = True
+            if not given_up():  # else it may hold what has come into that memory since
+                self._name(new, value)
+                is_there = True
         finally:
             with self._lock:
                 if is_there:
                     self.room.keep(value.key, value.num_bytes, value.tenant)
                 else:
                     self.room.release(value.num_bytes, value.tenant)
+        return is_there
 
     def _name(self, new: Path, value: Value) -> None:
         """In place of a file that is there and that no value is known of."""
         path = self.path_of(value.key, value.tenant)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self._lock:
-            if value.key in self.room:  # of another thread: the first one stays
-                return
         os.replace(new, path)
         stuck = _STUCK + value.key
         with self._lock:
             if self.room.tenant(stuck) == value.tenant:
                 self.room.pop(stuck)
+
+    # Any thread.
+
+    def _hangs(self) -> bool:
+        hangs = self._disk.is_held(_HANGS_S)
+        with self._lock:
+            is_news = hangs and not self._is_hanging
+            self._is_hanging = hangs
+            self.num_file_errors += is_news
+        if is_news:
+            logger.warning(
+                "the pool's files in %s: the disk does not answer; until it does nothing is read"
+                " from it or stored there",
+                self.folder,
+            )
+        return hangs
 
     def get(self, values: Sequence[Value]) -> list[Status]:
         return [self._get(value) for value in values]
@@ -324,7 +312,7 @@ class FileTier(Tier):
             path = self.path_of(value.key, entry[1])
         if self._hangs():
             return Status.FAILED
-        with self._on_disk():
+        with self._disk.call():
             return self._read(value, entry, path)
 
     def _read(self, value: Value, entry: tuple[int, str], path: Path) -> Status:
@@ -386,9 +374,13 @@ class FileTier(Tier):
         return forgotten
 
     def remove(self, keys: Sequence[str]) -> None:
+        if gone := self._forget(keys):
+            self._disk.do(lambda _: self._remove(gone), _PUT_WAITS_S)
+
+    def _remove(self, gone: list[Gone]) -> None:
         try:
-            with self._on_disk():
-                self._delete(self._forget(keys))
+            with self._disk.call():
+                self._delete(gone)
         except OSError as e:
             self._write_failed(e)
 
@@ -404,4 +396,5 @@ class FileTier(Tier):
             self._is_open = False
             for key in self.room.all_keys():
                 self.room.pop(key)
+        self._disk.stop()
         os.close(self._lock_fd)

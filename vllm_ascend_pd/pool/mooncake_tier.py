@@ -18,7 +18,7 @@ from vllm_ascend_pd.backends.mooncake_store import (
     StoreOptions,
     prepare_store_env,
 )
-from vllm_ascend_pd.pool.fs_tier import lock_folder, make_folder
+from vllm_ascend_pd.pool.folder import lock_folder, make_folder
 from vllm_ascend_pd.pool.tier import Opening, Status, Tier, Value
 from vllm_ascend_pd.types import Place
 

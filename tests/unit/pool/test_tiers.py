@@ -22,7 +22,7 @@ import pytest
 from vllm_ascend_pd.backends import mooncake_store
 from vllm_ascend_pd.config import PoolConfig, SsdConfig
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.pool import fs_tier, memory_tier, mooncake_tier, registry
+from vllm_ascend_pd.pool import folder, fs_tier, memory_tier, mooncake_tier, registry
 from vllm_ascend_pd.pool.composite_tier import CompositeTier
 from vllm_ascend_pd.pool.fake_tier import FaultyTier, TierScript
 from vllm_ascend_pd.pool.fs_tier import FileTier
@@ -264,7 +264,7 @@ def hanging(
     os.mkfifo(pipe)
     reading = threading.Thread(target=get, args=(files, 1))
     reading.start()
-    while not files._calls:
+    while not files._disk._calls:
         time.sleep(0.001)
     monkeypatch.setattr(fs_tier, "_HANGS_S", 0.0)
     yield files
@@ -292,6 +292,100 @@ def test_disk_that_hangs_leaves_the_other_tiers(hanging: FileTier, memory: Memor
     assert get(tier, 2, 3) == [Status.OK, Status.MISSING]
     assert put(tier, 4) == [Status.OK]
     assert lookup(tier, 4) == [Place.DRAM]
+
+
+@pytest.fixture
+def held_write(files: FileTier, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Until it is set, the disk makes no file."""
+    monkeypatch.setattr(fs_tier, "_PUT_WAITS_S", 0.0)
+    answers, create = threading.Event(), fs_tier._create
+
+    def create_late(path: Path) -> int:
+        answers.wait()
+        return create(path)
+
+    monkeypatch.setattr(fs_tier, "_create", create_late)
+    yield answers
+    answers.set()
+
+
+def test_disk_that_hangs_keeps_no_block_from_other_tiers(
+    files: FileTier,
+    memory: MemoryTier,
+    held_write: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """And what comes into the memory that it has not read yet gets no name of a value."""
+    tier = CompositeTier([memory, files])
+    assert put(files, 1, 2) == [Status.FAILED] * 2
+    assert files.num_file_errors == 1
+    assert put(tier, 3, 4) == [Status.OK] * 2
+    assert lookup(tier, 1, 2, 3, 4) == [Place.NOWHERE, Place.NOWHERE, Place.DRAM, Place.DRAM]
+    monkeypatch.setattr(fs_tier, "_REST_S", 0.0)
+    monkeypatch.setattr(fs_tier, "_PUT_WAITS_S", 60.0)
+    held_write.set()
+    assert put(files, 5) == [Status.OK]
+    assert files.room.all_keys() == [key_of(5)]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [
+        "lock",
+        files.path_of(key_of(5)).name,
+    ]
+
+
+def test_value_is_removed_once_the_disk_answers(
+    files: FileTier, held_write: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_write.set()
+    monkeypatch.setattr(fs_tier, "_PUT_WAITS_S", 60.0)
+    assert put(files, 1) == [Status.OK]
+    held_write.clear()
+    monkeypatch.setattr(fs_tier, "_PUT_WAITS_S", 0.0)
+    assert put(files, 2) == [Status.FAILED]
+    files.remove([key_of(1)])
+    assert lookup(files, 1) == [Place.NOWHERE]
+    assert files.path_of(key_of(1)).exists()
+    monkeypatch.setattr(fs_tier, "_REST_S", 0.0)
+    monkeypatch.setattr(fs_tier, "_PUT_WAITS_S", 60.0)
+    held_write.set()
+    assert put(files, 3) == [Status.OK]
+    assert not files.path_of(key_of(1)).exists()
+
+
+def test_folder_that_was_removed_is_made_again(files: FileTier, tmp_path: Path) -> None:
+    put(files, 1, 2)
+    shutil.rmtree(tmp_path)
+    assert put(files, 2) == [Status.OK]  # nobody has looked since
+    assert put(files, 3) == [Status.OK]
+    assert lookup(files, 1, 2, 3) == [Place.NOWHERE, Place.NOWHERE, Place.SSD]
+    assert get(files, 3) == [Status.OK]
+    assert files.num_file_errors == 1
+    assert files.room.used_bytes == SIZE
+    with pytest.raises(ConfigError, match="used by another engine"):
+        FileTier(tmp_path, 8 * SIZE)
+
+
+def test_folder_whose_disk_is_not_there_any_more_is_not_filled(
+    files: FileTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_dev=fd))
+        assert put(files, 1) == [Status.FAILED]
+    FileTier(tmp_path, 8 * SIZE).close()
+
+
+def test_folder_that_cannot_be_locked_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network's file system without locks."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(folder.fcntl, "flock", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be locked .*No locks available"):
+        FileTier(tmp_path, 8 * SIZE)
 
 
 def test_damaged_copy_gives_way_to_a_good_one_below(files: FileTier, tmp_path: Path) -> None:
@@ -567,8 +661,14 @@ def test_full_disk_makes_room_for_what_comes_next(
 
     monkeypatch.setattr(os, "replace", fits_two)
     assert put(files, 3) == [Status.FULL]
-    assert put(files, 3) == [Status.OK]
-    assert lookup(files, 1, 2, 3) == [Place.NOWHERE, Place.SSD, Place.SSD]
+    assert put(files, 3, 4, 5) == [Status.OK] * 3
+    assert lookup(files, 3, 4, 5) == [Place.NOWHERE, Place.SSD, Place.SSD]
+    assert files.num_file_errors == 1
+    # In a while it is tried how much there is now.
+    monkeypatch.undo()
+    monkeypatch.setattr(fs_tier.time, "monotonic", lambda: files._full_until + 1)
+    assert put(files, 6) == [Status.OK]
+    assert lookup(files, 4, 5, 6) == [Place.SSD] * 3
 
 
 @pytest.fixture
@@ -654,22 +754,6 @@ def test_file_that_no_value_is_known_of_is_replaced(files: FileTier) -> None:
     path.write_bytes(b"old" * SIZE)
     assert put(files, 1) == [Status.OK]
     assert get(files, 1) == [Status.OK]
-
-
-def test_value_that_another_thread_has_stored_meanwhile_stays(
-    files: FileTier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mkdir = Path.mkdir
-
-    def store_first(path: Path, *args: Any, **kwargs: Any) -> None:
-        monkeypatch.undo()
-        mkdir(path, *args, **kwargs)
-        put(files, 1)
-
-    monkeypatch.setattr(Path, "mkdir", store_first)
-    assert files.put([value(1, 16)]) == [Status.OK]
-    assert get(files, 1) == [Status.OK]
-    assert files.room.used_bytes == SIZE
 
 
 def test_nothing_is_evicted_on_a_disk_that_takes_no_file(
