@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -255,18 +256,31 @@ def test_full_memory_backs_off_longer_and_longer(world: World) -> None:
     assert world.saves.breaker.closed
 
 
-def test_failed_puts_open_the_breaker_and_a_good_one_closes_it(world: World) -> None:
+def test_failed_puts_open_the_breaker_and_a_good_one_closes_it(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator hears of it once, and when it is over; each probe in vain is dropped."""
+    caplog.set_level(logging.INFO)
     for i in range(2):
         world.run_step(world.request(name=str(i), start=1000 * i), 16)
         world.answer("failed")
-    assert not world.saves.breaker.closed
+    for i in range(2, 4):
+        assert not world.saves.breaker.closed
+        assert world.take(DropSaves)
+        world.now += 1.1
+        world.run_step(world.request(name=str(i), start=1000 * i), 16)
+        world.answer("failed")
     assert world.take(DropSaves)
+    assert world.stats.take()["pool_breaker_opened/put"] == 1
     world.run_step(world.request(name="bypassed", start=5000), 16)
     assert world.take(Save) == []
     world.now += 1.0
     world.run_step(world.request(name="probe", start=6000), 16)
     world.answer()
     assert world.saves.breaker.closed
+    began, ended = (record.getMessage() for record in caplog.records)
+    assert "(see the workers' logs)" in began
+    assert ended == "the pool takes blocks again; writes go on after 3 s without"
 
 
 def test_save_that_hangs_counts_before_it_ends(world: World) -> None:
@@ -798,7 +812,11 @@ def test_pool_that_does_not_answer_is_bypassed_and_probed(world: World) -> None:
     assert len(world.take(Lookup)) == 1
 
 
-def test_probe_without_an_answer_is_followed_by_another(world: World) -> None:
+def test_probe_without_an_answer_is_followed_by_another(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An operator hears of it once, and when it is over."""
+    caplog.set_level(logging.INFO)
     open_get_breaker(world)
     for _ in range(3):
         world.now += 1.1
@@ -807,6 +825,14 @@ def test_probe_without_an_answer_is_followed_by_another(world: World) -> None:
         world.now += 0.2
         world.source.tick()
     assert not world.source.breaker.closed
+    assert world.stats.take()["pool_breaker_opened/get"] == 1
+    world.now += 1.1
+    world.source.tick()
+    world.find([Place.NOWHERE])
+    assert world.source.breaker.closed
+    began, ended = (record.getMessage() for record in caplog.records)
+    assert "(lookups are not answered in 100 ms)" in began
+    assert ended == "the pool answers again; reads go on after 5 s without"
 
 
 def test_reset_during_a_probe_does_not_keep_the_pool_away(world: World) -> None:

@@ -351,6 +351,7 @@ def test_bypassed_loads_are_tried_one_at_a_time_beside_the_steps(
         end_load(engine, cause)
         assert supply.try_promote(tried)
         assert engine.side.source.load_breaker.closed == (not cause)
+        assert engine.stats.take().get("pool_breaker_opened/load", 0) == bool(cause)
         now += 1.5
         engine.side.source._blacklist.clear()
     assert all(found(engine, engine.request(name=name, start=700)).offers for name in "ab")

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,8 @@ class MooncakeStore:
         self._buffers: dict[int, int] = {}
         self._num_calls = 0
         self._closed = False
+        self._down_since: float | None = None
+        """Of a master that has answered before and does not now."""
         self._own_endpoint: str | None = None
         self._own_memory = range(0)
         self._put_options: tuple[Any, ...] = ()
@@ -132,12 +135,33 @@ class MooncakeStore:
 
     def is_healthy(self) -> bool:
         with self._use() as store:
-            return store is not None and store.health_check() == 0
+            return store is not None and self._is_up(store)
+
+    def _is_up(self, store: _Store) -> bool:
+        """Whether the master is there, as far as Mooncake knows; returns at once."""
+        is_up = not store.health_check()
+        if is_up is (self._down_since is None):
+            return is_up
+        with self._changed:
+            since, self._down_since = self._down_since, None if is_up else time.monotonic()
+        if is_up and since is not None:
+            logger.info(
+                "the pool's master at %s answers again after %.0f s",
+                self.options.master,
+                time.monotonic() - since,
+            )
+        elif not is_up and since is None:
+            logger.warning(
+                "the pool's master at %s does not answer; serving goes on without the pool, until"
+                " it does",
+                self.options.master,
+            )
+        return is_up
 
     def exists(self, keys: Sequence[str]) -> list[bool]:
         """Also protects what it finds from eviction for the master's lease time."""
         with self._use() as store:
-            if store is None or store.health_check() or not keys:
+            if store is None or not keys or not self._is_up(store):
                 return [False] * len(keys)
             return [code == 1 for code in store.batch_is_exist(list(keys))]
 
@@ -166,7 +190,7 @@ class MooncakeStore:
         at any time: whoever copies it must verify the copy.
         """
         with self._use() as store:
-            if store is None or store.health_check() or not keys or not self._own_memory:
+            if store is None or not keys or not self._is_up(store) or not self._own_memory:
                 yield [0] * len(keys)
                 return
             found = store.batch_get_replica_desc(list(keys))
@@ -193,20 +217,20 @@ class MooncakeStore:
         Into memory of this process while there is room, where it can be read in place.
         """
         with self._use() as store:
-            if store is None or store.health_check():
+            if store is None or not self._is_up(store):
                 return [NOT_CONNECTED] * len(keys)
             return list(store.batch_put_from(keys, addrs, sizes, *self._put_options))
 
     def get(self, keys: list[str], addrs: list[int], sizes: list[int]) -> list[int]:
         """The number of bytes or a negative code for each."""
         with self._use() as store:
-            if store is None or store.health_check():
+            if store is None or not self._is_up(store):
                 return [NOT_CONNECTED] * len(keys)
             return list(store.batch_get_into(keys, addrs, sizes))
 
     def remove(self, keys: Sequence[str]) -> None:
         with self._use() as store:
-            if store is not None and not store.health_check() and keys:
+            if store is not None and keys and self._is_up(store):
                 store.batch_remove(list(keys), True)
 
     def close(self) -> None:
@@ -261,6 +285,8 @@ class MooncakeStore:
                     self._store = store
                     self._changed.notify_all()
             if not code:
+                if num_failed:
+                    logger.info("the pool's master at %s answers", self.options.master)
                 return
             num_failed += 1
             if num_failed == 1:

@@ -85,8 +85,15 @@ class Breaker:
         """That it is in that state: what every pass of the scheduler asks."""
         self.backoff_s = min_backoff_s
         """Until the next probe of an open breaker."""
+        self.opened_at = 0.0
+        """When it was closed last."""
         self.on_change: Callable[[], None] = _nothing
         """Of its state."""
+
+    @property
+    def open_s(self) -> float:
+        """Since it was closed last."""
+        return self._clock() - self.opened_at
 
     def allows(self, num_active: int) -> bool:
         """May one more call be made, with ``num_active`` in progress?"""
@@ -133,6 +140,8 @@ class Breaker:
         state = TRANSITIONS.after(self.state, event)
         if state is self.state:
             return False
+        if self.closed:
+            self.opened_at = self._clock()
         self.state = state
         self.closed = state is BreakerState.CLOSED
         if self.closed:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pool's client that cannot be set up yet."""
+"""A pool's client that cannot be set up yet, or whose master is away."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from vllm_ascend_pd.backends.mooncake_store import MooncakeStore, StoreOptions
 def test_client_whose_setup_raises_is_set_up_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     failures = [RuntimeError("not now"), RuntimeError("not now")]
 
     class Store:
@@ -32,8 +34,44 @@ def test_client_whose_setup_raises_is_set_up_again(
     monkeypatch.setattr(mooncake_store, "_load_store", lambda: Store)
     store = MooncakeStore(StoreOptions("127.0.0.1", "127.0.0.1:1", 0))
     assert store.wait_connected(10)
-    assert caplog.text.count("not now") == 1
     store.close()
+    store._thread.join(60)
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0].startswith("the pool's master at 127.0.0.1:1 does not answer (RuntimeError(")
+    assert told[1:] == ["the pool's master at 127.0.0.1:1 answers"]
+
+
+def test_master_that_is_away_is_told_of_once_and_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    states = [0, 2, 2, 2, 0, 0]
+
+    class Store:
+        def setup(self, *_: Any, **__: Any) -> int:
+            return 0
+
+        def health_check(self) -> int:
+            return states.pop(0)
+
+        def batch_is_exist(self, keys: list[str]) -> list[int]:
+            return [1] * len(keys)
+
+        def close(self) -> int:
+            return 0
+
+    monkeypatch.setattr(mooncake_store, "_load_store", lambda: Store)
+    store = MooncakeStore(StoreOptions("127.0.0.1", "127.0.0.1:1", 0))
+    assert store.wait_connected(60)
+    assert store.exists(["a"]) == [True]
+    assert store.exists(["a"]) == [False]
+    assert store.put(["a"], [1], [1]) == store.get(["a"], [1], [1]) == [-900]
+    assert store.is_healthy()
+    assert store.exists(["a"]) == [True]
+    store.close()
+    told = [record.getMessage() for record in caplog.records]
+    assert told[0].startswith("the pool's master at 127.0.0.1:1 does not answer; serving goes on")
+    assert told[1:] == ["the pool's master at 127.0.0.1:1 answers again after 0 s"]
 
 
 def test_memory_that_is_registered_while_the_client_connects_is_registered_once(

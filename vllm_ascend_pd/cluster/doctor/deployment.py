@@ -95,7 +95,9 @@ class Complete:
 
 
 class Master:
-    """Whether the pool's master answers, and every engine uses that one."""
+    """Whether the pool's master can be reached, and every engine uses that one. Whether it works is
+    seen from the engines: ``engines.Pool``.
+    """
 
     name = "master"
 
@@ -140,6 +142,6 @@ class Master:
                 wrong = f"{address}: {reason_of(e)}"
                 continue
             writer.close()
-            return ok(self.name, f"{address} answers")
+            return ok(self.name, f"{address} accepts connections")
         fix = "see its log on that host; without it engines serve, but share no pool"
         return fail(self.name, wrong, fix)

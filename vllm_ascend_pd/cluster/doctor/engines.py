@@ -382,11 +382,12 @@ class Pool:
         try:
             page = await self._web.text(f"{engine.url}/metrics")
             counts = count(page, "vllm:pd_pool_", engine.rank)
+            bypassed = bypassed_directions(page, engine.rank)
         except ERRORS as e:
             return fail(self.name, f"{engine}: {e}", "see its log")
-        return self._judge(str(engine), counts) if counts else None
+        return self._judge(str(engine), counts, bypassed) if counts else None
 
-    def _judge(self, engine: str, counts: Mapping[str, float]) -> Finding:
+    def _judge(self, engine: str, counts: Mapping[str, float], bypassed: Sequence[str]) -> Finding:
         stored, hits = counts.get("put_blocks ok", 0), counts.get("lookups hit", 0)
         found = f"{engine}: {stored:.0f} blocks stored, {hits:.0f} lookups hit"
         bad = {key: number for key, number in counts.items() if key.split(" ")[-1] in _POOL_TROUBLE}
@@ -396,7 +397,8 @@ class Pool:
             return ok(self.name, found, **counts)
         listed = ", ".join(f"{key} {number:.0f}" for key, number in bad.items())
         fix = "see its log for the reason; is the master there, and has the pool room?"
-        return warn(self.name, f"{found}; since its start: {listed}", fix, **counts)
+        now = f"; bypassed now: {', '.join(bypassed)}" if bypassed else ""
+        return warn(self.name, f"{found}{now}; since its start: {listed}", fix, **counts)
 
 
 def count(page: str, prefix: str, rank: int | None = None) -> dict[str, float]:
@@ -411,6 +413,20 @@ def count(page: str, prefix: str, rank: int | None = None) -> dict[str, float]:
                 key = " ".join([family.name.removeprefix(prefix), *labels]).strip()
                 counts[key] = counts.get(key, 0) + sample.value
     return counts
+
+
+def bypassed_directions(page: str, rank: int | None = None) -> list[str]:
+    """In which the pool is not used at the moment, by one rank, or by any."""
+    return sorted(
+        {
+            sample.labels.get("direction", "")
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == "vllm:pd_pool_bypassed"
+            and sample.value
+            and _is_of(sample.labels, rank)
+        }
+    )
 
 
 class ClockSkew:

@@ -316,7 +316,8 @@ class PoolSource:
                 self._learn(request, pending.asked, found.places)
             return
         elapsed_s = arrived_at - pending.sent_at
-        self._record(found.healthy, elapsed_s)
+        why = f"a lookup took {elapsed_s:.1f} s" if found.healthy else "see the workers' logs"
+        self._record(found.healthy, elapsed_s, why)
         if not found.healthy:
             self._events.all_gone()
         if prompt is None or not prompt.pending:
@@ -432,23 +433,30 @@ class PoolSource:
             del self._pending[lookup_id]
             if pending.request is not None and pending.prompt is None:
                 continue
-            self._record(False)
+            timeout_ms = self._config.lookup_timeout_ms
+            self._record(False, 0.0, f"lookups are not answered in {timeout_ms:g} ms")
             if pending.prompt is not None and self._give_up(pending.prompt):
                 self._count_lookup("deadline")
 
     def _count_lookup(self, outcome: str) -> None:
         self._stats.add("pool_lookups", label=outcome)
 
-    def _record(self, ok: bool, elapsed_s: float = 0.0) -> None:
+    def _record(self, ok: bool, elapsed_s: float, why: str) -> None:
+        was_closed = self.breaker.closed
         if not self.breaker.record(ok, elapsed_s):
             return
         if self.breaker.closed:
-            logger.info("the pool answers again; reads go on")
-        else:
-            self._events.all_gone()
+            logger.info(
+                "the pool answers again; reads go on after %.0f s without", self.breaker.open_s
+            )
+            return
+        self._events.all_gone()
+        if was_closed:  # and not after a probe in vain
             self._stats.add("pool_breaker_opened", label="get")
             logger.warning(
-                "the pool is down or slow; it is not read for %.1f s, prompts are computed",
+                "the pool is down or slow (%s); it is not read, prompts are computed, and it is"
+                " tried again every %.1f s",
+                why,
                 self._config.probe_interval_s,
             )
 
@@ -497,6 +505,7 @@ class PoolSource:
             self._record_load(result.cause, elapsed_s)
 
     def _record_load(self, cause: str, elapsed_s: float) -> None:
+        was_closed = self.load_breaker.closed
         if cause == Cause.DEADLINE.value and elapsed_s > self._config.breaker_slow_ms / 1000:
             # Every request of the step has waited in vain, and would for the next one.
             changed = self.load_breaker.failed(unreachable=True)
@@ -505,13 +514,18 @@ class PoolSource:
         if not changed:
             return
         if self.load_breaker.closed:
-            logger.info("a load from the pool has come; loads go on")
+            logger.info(
+                "a load from the pool has come; loads go on after %.0f s without",
+                self.load_breaker.open_s,
+            )
             return
-        self._stats.add("pool_breaker_opened", label="load")
-        logger.warning(
-            "loads from the pool fail or are slow; none is begun for %.1f s, prompts are computed",
-            self._config.probe_interval_s,
-        )
+        if was_closed:
+            self._stats.add("pool_breaker_opened", label="load")
+            logger.warning(
+                "loads from the pool fail or are slow (the last one: %s, %.1f s); prompts are"
+                " computed, and one load is tried every %.1f s",
+                *(cause or "ok", elapsed_s, self._config.probe_interval_s),
+            )
         for prompt in (*self.open.values(), *self.closed.values()):
             prompt.again = None
         for prompt in self.open.values():

@@ -425,17 +425,20 @@ class Saves:
         if save.is_late:
             return
         if DROPPED not in message.statuses or self.breaker.state is BreakerState.HALF_OPEN:
-            self._record(Status.FAILED.value not in message.statuses, message.elapsed_ms / 1000)
+            ok, elapsed_s = Status.FAILED.value not in message.statuses, message.elapsed_ms / 1000
+            why = f"a write took {elapsed_s:.1f} s" if ok else "see the workers' logs"
+            self._record(ok, elapsed_s, why)
 
     def tick(self) -> None:
         """Once a step: a save that takes too long is a failure, before it has ended."""
         if not self._under_way:
             return
-        late_before = self._clock() - self._config.breaker_slow_ms / 1000
+        slow_s = self._config.breaker_slow_ms / 1000
+        late_before = self._clock() - slow_s
         for save in self._under_way.values():
             if save.sent_at < late_before and not save.is_late:
                 save.is_late = True
-                self._record(False, 0.0)
+                self._record(False, 0.0, f"a write has not ended in {slow_s:g} s")
 
     def _back_off(self, full: bool) -> None:
         if not full:
@@ -444,18 +447,25 @@ class Saves:
         self._resume_at = self._clock() + self._backoff_s
         self._backoff_s = min(_MAX_BACKOFF_S, 2 * self._backoff_s)
 
-    def _record(self, ok: bool, elapsed_s: float) -> None:
+    def _record(self, ok: bool, elapsed_s: float, why: str) -> None:
+        was_closed = self.breaker.closed
         if not self.breaker.record(ok, elapsed_s):
             return
         if self.breaker.closed:
-            logger.info("the pool takes blocks again; writes go on")
+            logger.info(
+                "the pool takes blocks again; writes go on after %.0f s without",
+                self.breaker.open_s,
+            )
             return
         self._events.all_gone()
-        self._stats.add("pool_breaker_opened", label="put")
-        logger.warning(
-            "the pool does not take blocks, or slowly; nothing is written to it for %.1f s",
-            self._config.probe_interval_s,
-        )
+        if was_closed:  # and not after a probe in vain
+            self._stats.add("pool_breaker_opened", label="put")
+            logger.warning(
+                "the pool does not take blocks, or slowly (%s); nothing is written to it, and it is"
+                " tried again every %.1f s",
+                why,
+                self._config.probe_interval_s,
+            )
         self._send(DropSaves(self._last_id))
 
     def _unpin(self, save: _Save) -> None:

@@ -95,7 +95,9 @@ class ScriptedEngine:
             for outcome, number in self.requests_by_outcome.items()
         ]
         for name, number in self.pool.items():
-            lines.append(f"# TYPE vllm:pd_pool_{name.partition('{')[0]} counter")
+            family = name.partition("{")[0]
+            kind = "counter" if family.endswith("_total") else "gauge"
+            lines.append(f"# TYPE vllm:pd_pool_{family} {kind}")
             lines.append(f"vllm:pd_pool_{name} {number}")
         if self.fingerprint is not None:
             labels = f'role="{self.kv_role}",kv_endpoint="",fingerprint="{self.fingerprint}"'

@@ -103,7 +103,7 @@ def test_master_that_all_engines_use() -> None:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         engine = ScriptedEngine(pool_master=address)
         [finding] = master(topology(**POOL), engine, engine)
-        assert (finding.verdict, finding.found) == (Verdict.OK, f"{address} answers")
+        assert (finding.verdict, finding.found) == (Verdict.OK, f"{address} accepts connections")
         answers, other = master(topology(**POOL), engine, ScriptedEngine())
         assert answers.verdict is Verdict.OK
         assert other.verdict is Verdict.FAIL
@@ -115,7 +115,7 @@ def test_etcd_that_knows_the_master_and_is_partly_gone() -> None:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         etcd = f"etcd://127.0.0.1:1;{address}"
         [finding] = master(topology(**POOL), ScriptedEngine(pool_master=etcd))
-    assert (finding.verdict, finding.found) == (Verdict.OK, f"{address} answers")
+    assert (finding.verdict, finding.found) == (Verdict.OK, f"{address} accepts connections")
 
 
 def test_master_that_is_gone() -> None:

@@ -287,7 +287,10 @@ def test_a_pool_that_works_and_one_that_is_bypassed() -> None:
     trouble = {**stored, 'breaker_opened_total{direction="get"}': 2}
     [finding] = run(pool, ScriptedEngine(pool=trouble))
     assert finding.verdict is Verdict.WARN
-    assert "since its start: breaker_opened get 2" in finding.found
+    assert finding.found.endswith("hit; since its start: breaker_opened get 2")
+    now = {'bypassed{direction="put"}': 1, 'bypassed{direction="get"}': 1}
+    [finding] = run(pool, ScriptedEngine(pool={**trouble, **now, 'bypassed{direction="load"}': 0}))
+    assert "; bypassed now: get, put; since its start:" in finding.found
     [finding] = run(pool, ScriptedEngine(pool={**stored, "file_errors_total{}": 3}))
     assert finding.verdict is Verdict.WARN
     assert "since its start: file_errors 3" in finding.found
