@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 logger = limited_logger(__name__)
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_GONE = (errno.ENOENT, errno.ESTALE)
+"""Of a read: somebody has removed it; on NFS, as it was opened."""
 _FILE_IS_GOOD = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Of a read: this process, or the host, has too much open."""
 _NEW = ".pd-value-"
@@ -277,7 +279,12 @@ class FileTier(Tier):
         """In place of a file that is there and that no value is known of."""
         path = self.path_of(value.key, value.tenant)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.replace(new, path)
+        try:
+            os.replace(new, path)
+        except OSError:
+            with suppress(OSError):
+                path.unlink()  # NFS may say so of what it has done; nobody would count it
+            raise
         stuck = _STUCK + value.key
         with self._lock:
             if self.room.tenant(stuck) == value.tenant:
@@ -329,7 +336,7 @@ class FileTier(Tier):
         except OSError as e:
             if e.errno not in _FILE_IS_GOOD:
                 self._drop(value.key, entry, is_gone=e.errno == errno.ENOENT)
-            return Status.MISSING if e.errno == errno.ENOENT else self._read_failed(e)
+            return Status.MISSING if e.errno in _GONE else self._read_failed(e)
         with suppress(OSError):
             os.utime(path)  # of what is kept, the next start knows what was used
         return Status.OK

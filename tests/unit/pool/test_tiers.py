@@ -327,10 +327,8 @@ def test_disk_that_hangs_keeps_no_block_from_other_tiers(
     held_write.set()
     assert put(files, 5) == [Status.OK]
     assert files.room.all_keys() == [key_of(5)]
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [
-        "lock",
-        files.path_of(key_of(5)).name,
-    ]
+    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert names == {"lock", files.path_of(key_of(5)).name}
 
 
 def test_value_is_removed_once_the_disk_answers(
@@ -717,6 +715,33 @@ def test_file_that_can_neither_be_read_nor_removed_is_replaced(
     files.remove(files.room.all_keys())
     assert not bad_sector.exists()
     assert files.room.used_bytes == 0
+
+
+def test_file_that_is_stale_is_missing(files: FileTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one on the same NFS has removed it; the disk is read on."""
+    put(files, 1, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refuse_with(errno.ESTALE))
+        assert get(files, 1) == [Status.MISSING]
+    assert files.is_healthy()
+    assert lookup(files, 1, 2) == [Place.NOWHERE, Place.SSD]
+    assert not files.path_of(key_of(1)).exists()
+
+
+def test_file_that_was_named_though_the_disk_denies_it_takes_no_room(
+    files: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an NFS server does when its answer is lost and it is asked again."""
+    replace = os.replace
+
+    def replace_twice(new: Path, path: Path) -> None:
+        replace(new, path)
+        replace(new, path)
+
+    monkeypatch.setattr(os, "replace", replace_twice)
+    assert put(files, 1) == [Status.FAILED]
+    assert files.room.used_bytes == 0
+    assert not files.path_of(key_of(1)).exists()
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
