@@ -67,13 +67,13 @@ class Disk:
 
     def do(self, work: Callable[[GivenUp], None], patience_s: float) -> bool:
         """On the disk thread, behind what others have asked for. Whether it has ended, or was given
-        up since a call on the disk has not returned for longer than ``patience_s``. Raises what it
-        raises.
+        up since a call on the disk has not returned for longer than ``patience_s``, or after
+        ``stop``. Raises what it raises.
         """
         order = _Order(work)
         self._orders.put(order)
         while not order.ended.wait(_POLL_S):
-            if self.is_held(patience_s):
+            if self.is_held(patience_s) or not self._thread.is_alive():
                 order.given_up = True
                 return False
         if order.error is not None:
