@@ -67,6 +67,30 @@ def test_a_seed_and_drafts(fleet: Fleet, base_config: EngineConfig, prompt_of: P
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_a_seed_and_drafts_behind_kv_that_is_there(
+    engines: Engines,
+    fleet: Fleet,
+    base_config: EngineConfig,
+    prompt_of: PromptOf,
+    load_mode: str,
+) -> None:
+    """Of a peer, and then in the engine's own cache: one token is left to compute."""
+    drafts = '{"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}'
+    single = fleet.engine(replace(base_config, llm=drafts))
+    producer = engines.shared("kv_producer", llm=drafts)
+    consumer = engines.shared("kv_consumer", transfer={"load_mode": load_mode}, llm=drafts)
+    for part in ("first", "second", "third"):
+        prompt = [*prompt_of(BLOCK_SIZE, part), *prompt_of(BLOCK_SIZE, part), *prompt_of(1, part)]
+        for num_tokens in (1, 24):
+            assert single.reset_prefix_cache()
+            expected = single.ask(prompt, num_tokens, **SEEDED)
+            answer = consumer.ask(prompt, num_tokens, producer.prefill(prompt), **SEEDED)
+            assert answer.token_ids == expected.token_ids
+            assert answer.provenance["outcome"] == ("loaded" if num_tokens == 1 else "local")
+            assert answer.provenance["num_computed_tokens"] == 1
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
 @pytest.mark.parametrize("faults", ["fail", "ok,corrupt", "ok*4,fail"])
 def test_a_failed_load_draws_no_random_numbers(
     engines: Engines, single: SingleEngine, prompt_of: PromptOf, load_mode: str, faults: str

@@ -11,7 +11,7 @@ from vllm_ascend_pd.engine.scheduler.integrity import IntegrityCheck, count
 from vllm_ascend_pd.engine.scheduler.parts import Ending, Part
 from vllm_ascend_pd.engine.scheduler.recovery import LoadEnds
 from vllm_ascend_pd.engine.scheduler.supply import Supply
-from vllm_ascend_pd.engine.vllm_api.steps import complete_new_requests
+from vllm_ascend_pd.engine.vllm_api.steps import complete_new_requests, drop_padding
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -107,6 +107,7 @@ class SchedulerSide:
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
         # Called in every pass of the scheduler.
         complete_new_requests(self.common.scheduler, scheduler_output)
+        drop_padding(self.common.scheduler, scheduler_output)
         self._arrivals.begin_step(self.engine_core)
         meta = StepMeta()
         self._supply.begin_step(scheduler_output)
