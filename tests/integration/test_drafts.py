@@ -247,6 +247,15 @@ def test_engines_that_run_ahead_are_like_one_engine(
         drafting.assert_right(answer, prompt, order)
         assert answer.outcome == "loaded"
     rates.assert_like_one_engine()
+    if drafting.is_bfloat16:  # where a seed draws one token as well as another
+        return
+    seeded = {"temperature": 0.9, "seed": 11}
+    expected = drafting.single(prompt, NUM_ANSWER, **seeded)
+    for order in ORDERS:
+        forget(pair.producer, pair.consumer)
+        answer = pair.ask_in(order, prompt, NUM_ANSWER, **seeded)
+        assert answer.token_ids == expected.token_ids, order
+        assert answer.outcome == "loaded"
 
 
 @pytest.mark.parametrize("drafting", [STATES], indirect=True)
