@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 import os
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.router.harness import FAST, deployed, raw_exchange, run, until
+from tests.router.harness import FAST, PATIENCE_S, deployed, raw_exchange, run, until
 from vllm_ascend_pd.router.config import Retries
 from vllm_ascend_pd.router.server import MAX_HEADER_BYTES
 
@@ -287,3 +288,59 @@ def test_gaps_of_a_stream_are_those_between_its_pieces(fault: str) -> None:
             assert d.count("itl_seconds_sum") < FAST.timeouts.idle_s
 
     run(test)
+
+
+def test_body_that_comes_slowly_but_steadily_is_waited_for() -> None:
+    body = json.dumps({"model": "tiny", "prompt": "x " * 40_000, "max_tokens": 1}).encode()
+    head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+
+    async def test() -> None:
+        async with deployed() as d:
+            reader, writer = await asyncio.open_connection("127.0.0.1", d.port)
+            writer.write(head + body[:-1])
+            await asyncio.sleep(3 * FAST.timeouts.body_s)  # a client's uplink, and no order
+            writer.write(body[-1:])
+            answer = await asyncio.wait_for(reader.read(), PATIENCE_S)
+            assert answer.startswith(b"HTTP/1.1 200")
+            assert d.decodes[0].received[-1].body.count(b"x ") == 40_000
+            writer.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/detokenize"])
+def test_byte_order_mark_is_read_as_engines_read_it(encoding: str, path: str) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            body = json.dumps({"model": "tiny", "prompt": "Grüße", "max_tokens": 1})
+            headers = {"Content-Type": "application/json"}
+            url = d.url + path
+            async with d.http.post(url, data=body.encode(encoding), headers=headers) as response:
+                assert response.status == 200
+            assert d.decodes[0].received[-1].json["prompt"] == "Grüße"
+
+    run(test)
+
+
+@pytest.mark.parametrize("mark", [codecs.BOM_UTF8, codecs.BOM_UTF16_LE])
+def test_byte_order_mark_before_anything_else_is_400(mark: bytes) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % (len(mark) + 3)
+            answer = await raw_exchange(d.port, head + mark + b"\xff\xd8\xff")
+            assert "JSON" in error_in(answer, 400)["message"]
+
+    run(test)
+
+
+def test_body_that_is_not_as_encoded_as_it_says_is_400(caplog: pytest.LogCaptureFixture) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            lines = b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n"
+            answer = await raw_exchange(d.port, HEAD + lines + b"not gzip!")
+            assert "gzip" in error_in(answer, 400)["message"]
+            assert (await d.post())[0] == 200
+
+    run(test)
+    assert "Traceback" not in caplog.text

@@ -27,7 +27,7 @@ NUM_STREAMS = 20
 NUM_TOKENS = 400
 """More than come before a test hurries."""
 CONFIG = replace(PATIENT, retries=Retries(max_attempts=5))
-IMPATIENT = replace(CONFIG, timeouts=replace(CONFIG.timeouts, first_token_s=2, head_s=2))
+IMPATIENT = replace(CONFIG, timeouts=replace(CONFIG.timeouts, first_token_s=2, keep_alive_s=2))
 """An engine that stops is given up within the test."""
 
 

@@ -208,6 +208,14 @@ def router(
         Path | None, option(SECURITY, "CA bundle for https engines; the system's by default.")
     ] = None,
     max_body_mb: Annotated[int, option(TIMES, "Largest request body, MiB.", min=1)] = 64,
+    keep_alive_timeout: Annotated[
+        float,
+        option(
+            TIMES,
+            "A client's connection without a request, seconds; longer than what is in front keeps"
+            " idle connections.",
+        ),
+    ] = 130.0,
     connect_timeout: Annotated[float, option(TIMES, "Connection to an engine, seconds.")] = 5.0,
     prefill_timeout: Annotated[float, option(TIMES, "The prefill leg, seconds.")] = 300.0,
     first_token_timeout: Annotated[
@@ -331,6 +339,7 @@ def router(
         otlp_endpoint=otlp_endpoint,
         log_level=log_level,
         timeouts=router_config.Timeouts(
+            keep_alive_s=keep_alive_timeout,
             connect_s=connect_timeout,
             prefill_s=prefill_timeout,
             first_token_s=first_token_timeout,

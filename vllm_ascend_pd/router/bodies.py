@@ -7,6 +7,8 @@ changed. Of what an engine does with a body, only the prefill leg's length and f
 
 from __future__ import annotations
 
+import codecs
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ _FALSY = (
     *(b'"0"', b'"false"', b'"f"', b'"no"', b'"n"', b'"off"'),
 )
 """What pydantic reads as ``False``, or engines as nothing, in any case."""
+_BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
 _PROMPTS = re.compile(rb'\[\s*["\[]')
 """How a list of strings, or of lists of token ids, begins."""
 
@@ -227,6 +230,17 @@ def parse_other(raw: bytes, *names: str) -> tuple[bytes, list[str | None]]:
             raise BadRequest(f"'{name}' must be a string", name)
         told.append(text or None)
     return _encoder.encode(value) if _drop_params(value) else raw, told
+
+
+def as_utf8(raw: bytes) -> bytes:
+    """JSON that begins with a byte order mark, as .NET and PowerShell send it and engines read it,
+    without one."""
+    if not raw.startswith(_BYTE_ORDER_MARKS):
+        return raw
+    try:
+        return raw.decode(json.detect_encoding(raw)).encode()
+    except UnicodeError as e:
+        raise BadRequest(f"the body is not JSON: {e}") from e
 
 
 def decode_fields(raw: bytes) -> Fields:

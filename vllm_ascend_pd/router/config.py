@@ -42,10 +42,12 @@ class Timeouts:
 
     connect_s: float = 5.0
     """A TCP (and TLS) connection to an engine."""
-    head_s: float = 60.0
-    """A client's connection without a whole request head, new or kept open."""
+    keep_alive_s: float = 130.0
+    """A client's connection without a whole request head, new or kept open. Who keeps idle
+    connections for longer may send a request just when the router closes one: nginx and AWS's load
+    balancers keep theirs for 60 s, Go and Traefik for 90 s, Caddy for 120 s."""
     body_s: float = 30.0
-    """The rest of a request whose head has come."""
+    """The rest of a request whose head has come, see also ``incoming.BODY_BYTES_PER_S``."""
     prefill_s: float = 300.0
     """From the start of the prefill leg to the end of its answer."""
     first_token_s: float = 300.0

@@ -12,7 +12,7 @@ from aiohttp import web
 
 from vllm_ascend_pd.router.answers import error_response, not_admitted
 from vllm_ascend_pd.router.apis import BATCH, CHAT, COMPLETIONS
-from vllm_ascend_pd.router.bodies import BadRequest, Batch, Body, parse, split_batch
+from vllm_ascend_pd.router.bodies import BadRequest, Batch, Body, as_utf8, parse, split_batch
 from vllm_ascend_pd.router.incoming import (
     REQUEST_ID,
     BodyError,
@@ -66,7 +66,7 @@ class Generation:
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
 
     async def serve(self, trace: Trace) -> web.StreamResponse:
-        raw = await read_body(trace.request, self.config.timeouts.body_s)
+        raw = as_utf8(await read_body(trace.request, self.config.timeouts.body_s))
         trace.headers.append((b"content-type", b"application/json"))
         if trace.request.path != BATCH:
             body = parse(trace.request.path, raw)

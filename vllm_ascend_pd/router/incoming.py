@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from typing import TypeVar
@@ -17,6 +18,8 @@ from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 T = TypeVar("T")
 REQUEST_ID = b"x-request-id"
 SESSION_HEADERS = ("x-session-id", "x-user-id")
+BODY_BYTES_PER_S = 16 << 10
+"""A client that sends so many, or more, may take as long as its body needs."""
 ORDER_TIMEOUT_S = 5.0
 """For the body of an order, or of a registration."""
 
@@ -89,20 +92,36 @@ def forwarded_headers(
 
 
 async def read_body(request: web.Request, timeout_s: float) -> bytes:
-    """All of it; ``BodyError`` if it is too long, too slow or broken."""
+    """All of it; ``BodyError`` if it is too long, too slow or broken. ``timeout_s``: seconds that
+    it may take, and one for each ``BODY_BYTES_PER_S`` that came."""
     try:
         if (request.content_length or 0) > request.client_max_size:
             raise web.HTTPRequestEntityTooLarge(request.client_max_size)
         if request.content.is_eof():  # as it is when a short body came with the head
             return await request.read()
-        async with timeout(timeout_s):
-            return await request.read()
+        return await _read_as_it_comes(request, timeout_s)
     except web.HTTPRequestEntityTooLarge as e:
         raise BodyError(413, "the body is larger than this router accepts") from e
     except TIMED_OUT as e:
-        raise BodyError(408, f"the body did not come within {timeout_s:g} s") from e
+        message = f"the body did not come within {timeout_s:g} s"
+        message += f", and a second for each {BODY_BYTES_PER_S} bytes of it"
+        raise BodyError(408, message) from e
     except web.RequestPayloadError as e:
         raise BodyError(400, f"the body is broken: {e}") from e
+
+
+async def _read_as_it_comes(request: web.Request, timeout_s: float) -> bytes:
+    loop = asyncio.get_running_loop()
+    began, body = loop.time(), bytearray()
+    while True:
+        until = began + timeout_s + len(body) / BODY_BYTES_PER_S
+        async with timeout(until - loop.time()):
+            part = await request.content.readany()
+        if not part:
+            return bytes(body)
+        body += part
+        if len(body) > request.client_max_size:
+            raise web.HTTPRequestEntityTooLarge(request.client_max_size, len(body))
 
 
 async def read_order(request: web.Request, kind: type[T], fix: str) -> T:

@@ -15,7 +15,7 @@ from vllm_ascend_pd.router.answers import (
     not_admitted,
     whole_answer,
 )
-from vllm_ascend_pd.router.bodies import parse_other
+from vllm_ascend_pd.router.bodies import as_utf8, parse_other
 from vllm_ascend_pd.router.failures import Failure
 from vllm_ascend_pd.router.front import TARGET
 from vllm_ascend_pd.router.incoming import read_body, session_of
@@ -104,7 +104,7 @@ class Passthrough:
             # In a thread: a large body may hold what is almost a boundary a million times.
             model = await asyncio.to_thread(model_of_form, raw, request.headers["Content-Type"])
         elif raw:
-            raw, (model, *named) = parse_other(raw, "model", *([key] if key else []))
+            raw, (model, *named) = parse_other(as_utf8(raw), "model", *([key] if key else []))
             session = session or next(iter(named), None)
             if self.tenants is not None and trace.tenant is not None and request.path in CACHED:
                 raw = self.tenants.salted(raw, trace.tenant)

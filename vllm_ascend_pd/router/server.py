@@ -101,7 +101,7 @@ class RouterServer:
             self.router.refused,
             handler_cancellation=True,
             access_log=None,
-            keepalive_timeout=self.config.timeouts.head_s,
+            keepalive_timeout=self.config.timeouts.keep_alive_s,
             max_line_size=MAX_HEADER_BYTES,
             max_field_size=MAX_HEADER_BYTES,
             max_headers=MAX_HEADERS,
