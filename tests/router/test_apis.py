@@ -168,6 +168,19 @@ def test_broken_stream_ends_with_an_error_that_clients_of_the_api_read(
     run(test)
 
 
+def test_message_that_ends_before_its_last_event_is_not_whole() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            d.decodes[0].script("end(4)")
+            body = BODIES["/v1/messages"] | {"stream": True}
+            async with d.http.post(f"{d.url}/v1/messages", json=body) as response:
+                raw = await response.read()
+            assert b"broken_stream" in raw
+            assert d.count("requests_total", outcome="broken_stream") == 1
+
+    run(test)
+
+
 def test_stream_of_another_api_is_passed_on() -> None:
     async def test() -> None:
         async with (

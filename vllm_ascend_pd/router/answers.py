@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 NEVER_WAITS_BYTES = 32 << 10
 """Below a transport's high-water mark (64 KiB): writing returns at once."""
 MAX_EVENT_BYTES = 16 << 20
-ENDS_WITH_DONE = (COMPLETIONS, CHAT)
+TELLS_ITS_END = (COMPLETIONS, CHAT, MESSAGES)
+"""A stream of these that ends otherwise is broken."""
+_MESSAGE_STOP = b"event: message_stop"
 
 HOP_BY_HOP = frozenset(
     {
@@ -210,6 +212,7 @@ class EventStream:
         piece: bytes | Failure | None = first
         last = 0.0
         is_done = False
+        is_message = self._request.path == MESSAGES
         while isinstance(piece, bytes):
             events = self._whole_events(piece)
             # Comments and parts of an event come also from an engine that computes nothing.
@@ -220,7 +223,7 @@ class EventStream:
                     self._metrics.itl.observe(now - last)
                 last = now
             if events:
-                is_done |= events.endswith(DONE)
+                is_done |= events.endswith(DONE) or (is_message and _MESSAGE_STOP in events)
                 if record is not None:
                     events = record.take(events)
                     failure = record.failure
@@ -235,13 +238,14 @@ class EventStream:
             piece = await response.next()
         if record is not None:
             is_done = record.is_done
-        elif self._held.rstrip().endswith(DONE.rstrip()):
-            is_done = True  # its lines end otherwise than vLLM's
-        if is_done or (piece is None and self._request.path not in ENDS_WITH_DONE):
+        else:  # its lines may end otherwise than vLLM's
+            is_done |= self._held.rstrip().endswith(DONE.rstrip())
+            is_done |= is_message and _MESSAGE_STOP in self._held
+        if is_done or (piece is None and self._request.path not in TELLS_ITS_END):
             if record is None and self._held:
                 await self.write(self._held)
             return None
-        return piece or Failure(FailureKind.TRUNCATED, "the stream ended without [DONE]")
+        return piece or Failure(FailureKind.TRUNCATED, "the stream ended without its last event")
 
     def _whole_events(self, piece: bytes) -> bytes:
         if self._held:
