@@ -42,8 +42,9 @@ def error_in(answer: bytes, status: int) -> dict[str, Any]:
         (b'{"model": 7, "prompt": "x"}', "model"),
         (b'{"model": "tiny"}', "prompt"),
         (b'{"prompt": "x", "vllm_xargs": {"a": 1}, "a":' + b"[" * 100_000, "JSON"),
+        (json.dumps({"prompt": "x"} | {f"k{i}": 1 for i in range(1000)}).encode(), "1001 fields"),
     ],
-    ids=["empty", "cut", "list", "text", "nan", "model", "prompt", "deep"],
+    ids=["empty", "cut", "list", "text", "nan", "model", "prompt", "deep", "many"],
 )
 def test_body_that_no_engine_can_read_is_400(body: bytes, named: str) -> None:
     async def test() -> None:

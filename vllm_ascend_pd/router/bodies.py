@@ -32,6 +32,9 @@ TRUNCATION = "truncation"
 compute more of it."""
 _DISABLED = b'"disabled"'
 XARGS = "vllm_xargs"  # vLLM reads kv_transfer_params there too
+MAX_FIELDS = 1000
+"""Of an object whose fields the router reads. A million of them hold it up for seconds, and then
+each engine."""
 
 Fields = dict[str, msgspec.Raw]
 
@@ -245,9 +248,12 @@ def as_utf8(raw: bytes) -> bytes:
 
 def decode_fields(raw: bytes) -> Fields:
     try:
-        return _fields_decoder.decode(raw)
+        fields = _fields_decoder.decode(raw)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise BadRequest(f"the body is not a JSON object: {e}") from e
+    if len(fields) > MAX_FIELDS:
+        raise BadRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
+    return fields
 
 
 def decode_any(raw: bytes) -> Any:
