@@ -199,6 +199,7 @@ def test_engine_stats_are_read_as_often_as_asked(monkeypatch: pytest.MonkeyPatch
         (("--k8s-port", "0"), "--k8s-port"),
         (("--max-body-mb", "0"), "--max-body-mb"),
         (("--drain-timeout", "-1"), "--drain-timeout"),
+        (("--keep-alive-timeout", "0"), "--keep-alive-timeout must be a positive number"),
         (("--slo-ttft", "1"), "--slo-ttft and --slo-itl are for --profile"),
         (
             ("--session-key", "x-user", "--policy", "round-robin"),
@@ -218,6 +219,17 @@ def test_option_that_nothing_can_be_done_with_is_refused(
     config, said = command(monkeypatch, *option)
     assert config is None
     assert message in said
+
+
+def test_clients_are_kept_for_longer_than_by_what_is_in_front(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config, said = command(monkeypatch)
+    assert config is not None, said
+    assert config.timeouts.keep_alive_s > 120
+    config, said = command(monkeypatch, "--keep-alive-timeout", "620")
+    assert config is not None, said
+    assert config.timeouts.keep_alive_s == 620
 
 
 def test_request_stats_are_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
