@@ -533,6 +533,21 @@ def test_refusals_of_the_source_are_counted_by_both(engines: Engines) -> None:
     assert counts_of_moves(move.target) == {"resumes/move_hash_mismatch": 1}
 
 
+def test_engine_of_another_version_is_refused_by_the_fingerprint(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as one that asks for another request: the same sampling parameters have other fields."""
+    monkeypatch.setattr(moves_in, "params_digest", lambda params: b"of other fields")
+    move = Move(engines, **PATIENT)
+    for engine in move.source, move.target:
+        engine.scheduler.log_stats = False
+    move.target.scheduler.pd.identify("vllm=0.1.0")
+    move.begin()
+    move.run()
+    assert counts_of_moves(move.source) == {"moves/incompatible": 1}
+    assert counts_of_moves(move.target) == {"resumes/move_incompatible": 1}
+
+
 def test_source_counts_what_the_target_gives_up_as_cancelled(engines: Engines) -> None:
     move = Move(engines, **PATIENT)
     move.target = engines.make("kv_both", num_blocks=5, **PATIENT)

@@ -213,6 +213,14 @@ class LeaseBook:
     def revoke(self, lease: Lease) -> bool:
         return self._end(lease.transfer_id, ProducerEvent.REVOKED)
 
+    def differing(self, request: Open) -> str:
+        """Why the KV of this engine is none for who asks; empty if it is. Any thread."""
+        if request.version != WIRE_VERSION:
+            return f"wire version {request.version} there, {WIRE_VERSION} here"
+        if not serves(self._fingerprint, request.fingerprint):
+            return f"the engines differ: {request.fingerprint} there, {self._fingerprint} here"
+        return ""
+
     def admit(self, lease: Lease, end: int) -> tuple[Worker, ...]:
         """What entitles who has opened it to its tokens [0, ``end``)."""
         return tuple(server.admit(lease.ref, end) for server in self.page_servers)
@@ -258,17 +266,10 @@ class LeaseBook:
             logger.warning("refused transfer %s: %s", request.transfer_id, detail)
             return Refused(request.transfer_id, cause.value, detail)
 
-        if request.version != WIRE_VERSION:
-            return refuse(
-                Cause.INCOMPATIBLE, f"wire version {request.version} there, {WIRE_VERSION} here"
-            )
+        if differing := self.differing(request):
+            return refuse(Cause.INCOMPATIBLE, differing)
         if request.epoch and request.epoch != self._epoch:
             return refuse(Cause.WRONG_EPOCH, "this engine was restarted since the prefill")
-        if not serves(self._fingerprint, request.fingerprint):
-            return refuse(
-                Cause.INCOMPATIBLE,
-                f"the engines differ: {request.fingerprint} there, {self._fingerprint} here",
-            )
         with self._lock:
             lease = self._leases.get(request.transfer_id)
             is_computed = lease is not None and lease.state is ProducerState.LEASED

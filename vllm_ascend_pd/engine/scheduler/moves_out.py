@@ -145,6 +145,9 @@ class MovesOut(Part):
         return self._extended(move, message.num_known)
 
     def _open(self, message: Open) -> Answer:
+        if differing_engines := self._book.differing(message):
+            # First: sampling parameters of another version of vLLM have other fields.
+            return _refused(message, Cause.INCOMPATIBLE, differing_engines)
         forwarded = self.forwards.named(message.running) if self.forwards is not None else None
         found = named(self._scheduler, message.running) if forwarded is None else [forwarded]
         found = [request for request in found if request not in self._gone]
