@@ -56,7 +56,7 @@ PIN_TESTS := tests/engine tests/schedulers $(addprefix tests/patches/test_,every
     graph_downgrade.py model_runner_v2.py drafts_on_cpu.py input_batch.py accepted_counts.py mla_on_cpu.py refused_at_start.py worker_hooks.py) \
     $(addprefix tests/integration/test_,prefill_first.py decode_first.py pool.py failures.py aborts.py parked_loads.py \
     preemption.py reset.py identity.py speculation.py drafts.py seeds.py resume.py moves.py windows.py pool_windows.py \
-    pipeline_parallel.py models_more.py)
+    pipeline_parallel.py models_more.py two_versions.py)
 test-pin: ## run the part of the tests that another vLLM must pass: make test-pin VLLM=VERSION
 	@$(MAKE) --no-print-directory test VLLM=$(VLLM) TESTS="$(PIN_TESTS)"
 

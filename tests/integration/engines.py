@@ -485,6 +485,8 @@ class Fleet:
     """Where it lies: engines run Model Runner V2, in Triton's interpreter."""
     gpu_graphs: str | None = None
     """Of engines on a GPU, which all are then: one of ``on_gpu.GRAPHS``."""
+    python: Path = Path(sys.executable)
+    """Whose vLLM they are."""
     _shared: dict[EngineConfig, Engine] = field(default_factory=dict)
     _kept: list[EngineConfig] = field(default_factory=list)
     _lent: set[EngineConfig] = field(default_factory=set)
@@ -510,10 +512,12 @@ class Fleet:
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_NO_USAGE_STATS": "1",
         }
+        if self.python != Path(sys.executable):
+            environment["VLLM_CACHE_ROOT"] = str(self.folder / "vllm")
         self._zygote_log = self.folder / "zygote.log"
         with self._zygote_log.open("wb") as log:
             self._zygote = subprocess.Popen(
-                [sys.executable, str(_PROCESS), str(listener.address)],
+                [str(self.python), str(_PROCESS), str(listener.address)],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
