@@ -13,6 +13,7 @@ import pytest
 from tests.router.harness import FAST, deployed, run
 from tests.router.scripted_answers import FORMS, Answer
 from tests.router.scripted_engine import Received, ScriptedEngine
+from vllm_ascend_pd.router.answers import _stops_message
 
 CHAT = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -179,6 +180,14 @@ def test_message_that_ends_before_its_last_event_is_not_whole() -> None:
             assert d.count("requests_total", outcome="broken_stream") == 1
 
     run(test)
+
+
+def test_text_that_says_so_does_not_stop_a_message() -> None:
+    told = json.dumps({"type": "content_block_delta", "delta": {"text": "\nevent: message_stop"}})
+    text = f"event: content_block_delta\ndata: {told}\n\n".encode()
+    assert not _stops_message(text)
+    assert _stops_message(text + b"event: message_stop\ndata: {}\n\n")
+    assert _stops_message(b"event: message_stop\r\n")
 
 
 def test_stream_of_another_api_is_passed_on() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from tests.router.broken_streams import broken
 from tests.router.harness import FAST, Deployment, deployed, run
+from vllm_ascend_pd.router import app
 from vllm_ascend_pd.router.config import Queueing
 from vllm_ascend_pd.router.trace import MAX_STAGES, NUM_TIMELINES
 
@@ -101,7 +102,9 @@ def test_stream_that_goes_on_elsewhere_shows_where_it_broke_off() -> None:
     run(test)
 
 
-def test_request_that_no_engine_gets_has_waited_only() -> None:
+def test_request_that_no_engine_gets_has_waited_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "HEARS_ALL_S", 0)
+
     async def test() -> None:
         config = replace(FAST, queueing=Queueing(1, 0, 1.0))
         async with deployed(0, 0, config, ready=False) as d:

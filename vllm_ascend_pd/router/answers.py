@@ -30,7 +30,7 @@ NEVER_WAITS_BYTES = 32 << 10
 MAX_EVENT_BYTES = 16 << 20
 TELLS_ITS_END = (COMPLETIONS, CHAT, MESSAGES)
 """A stream of these that ends otherwise is broken."""
-_MESSAGE_STOP = b"event: message_stop"
+_MESSAGE_STOP = b"\nevent: message_stop"
 
 HOP_BY_HOP = frozenset(
     {
@@ -144,6 +144,11 @@ class Record(Protocol):
         """Whole events of the engine; what the client gets of them."""
 
 
+def _stops_message(events: bytes) -> bool:
+    """Not that its text says so: a line of an event is one of JSON."""
+    return _MESSAGE_STOP in b"\n" + events
+
+
 class EventStream:
     """Relays server-sent events to a client, whole events only.
 
@@ -223,7 +228,7 @@ class EventStream:
                     self._metrics.itl.observe(now - last)
                 last = now
             if events:
-                is_done |= events.endswith(DONE) or (is_message and _MESSAGE_STOP in events)
+                is_done |= events.endswith(DONE) or (is_message and _stops_message(events))
                 if record is not None:
                     events = record.take(events)
                     failure = record.failure
@@ -240,7 +245,7 @@ class EventStream:
             is_done = record.is_done
         else:  # its lines may end otherwise than vLLM's
             is_done |= self._held.rstrip().endswith(DONE.rstrip())
-            is_done |= is_message and _MESSAGE_STOP in self._held
+            is_done |= is_message and _stops_message(self._held)
         if is_done or (piece is None and self._request.path not in TELLS_ITS_END):
             if record is None and self._held:
                 await self.write(self._held)

@@ -26,21 +26,14 @@ def drop_padding(scheduler: Scheduler, output: SchedulerOutput) -> None:
     """Who starts with a single token gets rows for drafts that nobody has made: graphs want as many
     rows of each request. Refusing them draws from a seed, and its first token were not that of an
     engine that computes the whole prompt.
-
-    Touches:
-        vllm/sampling_params.py:SamplingParams.sampling_type
-        vllm/v1/core/sched/output.py:CachedRequestData.resumed_req_ids
-        vllm/v1/core/sched/output.py:SchedulerOutput.num_scheduled_tokens
-        vllm/v1/core/sched/output.py:SchedulerOutput.scheduled_cached_reqs
-        vllm/v1/core/sched/output.py:SchedulerOutput.scheduled_spec_decode_tokens
-        vllm/v1/core/sched/output.py:SchedulerOutput.total_num_scheduled_tokens
     """
     drafts = output.scheduled_spec_decode_tokens
     if not drafts:
         return
     new = [request.req_id for request in output.scheduled_new_reqs]
     for request_id in (*new, *output.scheduled_cached_reqs.resumed_req_ids):
-        if request_id in drafts and is_seeded(scheduler.requests[request_id].sampling_params):
+        params = scheduler.requests[request_id].sampling_params
+        if request_id in drafts and params is not None and is_seeded(params):
             num_rows = len(drafts.pop(request_id))
             output.num_scheduled_tokens[request_id] -= num_rows
             output.total_num_scheduled_tokens -= num_rows

@@ -246,9 +246,17 @@ class SchedulerOutput(Protocol):
     scheduled_new_reqs: list[NewRequestData]
     num_scheduled_tokens: dict[str, int]
     total_num_scheduled_tokens: int
+    scheduled_cached_reqs: CachedRequestData
+    scheduled_spec_decode_tokens: dict[str, list[int]]
     preempted_req_ids: set[str] | None
     new_block_ids_to_zero: list[int] | None
     pd_metadata: Any
+
+
+class CachedRequestData(Protocol):
+    """Touches: vllm/v1/core/sched/output.py:CachedRequestData"""
+
+    resumed_req_ids: set[str]
 
 
 class NewRequestData(Protocol):
