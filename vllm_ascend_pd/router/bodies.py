@@ -264,7 +264,13 @@ def decode_any(raw: bytes) -> Any:
 
 
 def _drop_from_xargs(fields: Fields) -> bool:
-    xargs = decode_any(bytes(fields[XARGS]))
+    """Its values are not read: they may be long lists."""
+    try:
+        xargs = _fields_decoder.decode(fields[XARGS])
+    except msgspec.ValidationError:
+        return False  # no object, which engines refuse
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        raise BadRequest(f"'{XARGS}' is not JSON: {e}", XARGS) from e
     if not _drop_names(xargs):
         return False
     fields[XARGS] = msgspec.Raw(_encoder.encode(xargs))
