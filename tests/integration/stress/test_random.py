@@ -18,7 +18,7 @@ import pytest
 from tests.integration.conftest import SingleEngine
 from tests.integration.engines import Answer, Engine, EngineConfig, Fleet
 from tests.integration.stress.rounds import Rounds
-from tests.integration.stress.workload import DRAFTED, EXACT, MAX_LENGTH, Spec, make_specs
+from tests.integration.stress.workload import DRAFTED, KINDS, MAX_LENGTH, Spec, make_specs
 from tests.integration.test_drafts import make_options
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 from vllm_ascend_pd.testing.tiny_lora import make_tiny_lora
@@ -144,7 +144,7 @@ def test_random_operations_on_engines_of_other_shapes(
     else:
         kind = "eagle" if shape == "drafts" else "windows"
         options = make_options(kind, tmp_path_factory.mktemp("drafters"), base_config)
-    kinds = EXACT if shape == "windows" else DRAFTED
+    kinds = list(KINDS) if shape == "windows" else DRAFTED
     specs = make_specs(draw, NUM_SPECS, kinds=kinds)
     with fleet.kept(replace(base_config, **options)) as engine:
         llm = {**json.loads(options.get("llm", "{}")), "scheduling_policy": draw.choice(POLICIES)}

@@ -96,8 +96,6 @@ KINDS: dict[str, Callable[[Random], dict[str, Any]]] = {
 """Sampling parameters by the name of what is special about them."""
 
 
-EXACT = [kind for kind in KINDS if "seed" not in KINDS[kind](Random(0))]
-"""Those whose tokens do not depend on how often is drawn."""
 DRAFTED = ["greedy", "stop", "regex", "json", "choice"]
 """What engines with drafts answer token by token as one does: not those that vLLM ignores beside
 drafts, nor where its front end finds the end, behind all tokens of a step.
