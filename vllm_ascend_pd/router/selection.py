@@ -181,14 +181,14 @@ class Selector:
         return time.monotonic() < self.hears_all_at
 
     def _may_be_anothers(self, request: Routed) -> bool:
-        """Whether it may be for an engine that has not told of itself yet: none that has could
-        serve it, has told of its model, or has the response that it is about."""
+        """Whether a request without an owner may be for an engine that has not told of itself yet:
+        none that has could serve it, has told of its model, or has the response that it is about.
+        """
         if not self.may_hear:
             return False
-        if request.model is not None and self.known(request.model) is None:
+        is_of_unknown = request.model is not None and self.known(request.model) is None
+        if is_of_unknown or request.previous_response is not None:
             return True
-        if request.previous_response is not None:
-            return stored.owner(request.previous_response, self.registry) is None
         return isinstance(self.candidates(request), Unavailable)
 
     def known(self, model: str | None) -> str | None:
