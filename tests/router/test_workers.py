@@ -24,6 +24,7 @@ import pytest
 from tests.router.harness import run
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
+from vllm_ascend_pd.cluster.machine import answers
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.operating import MoveOrder
 from vllm_ascend_pd.registration import DrainOrder
@@ -151,6 +152,21 @@ def test_counts_and_page_are_those_of_all_workers(tmp_path: Path) -> None:
                 assert status["num_workers"] == NUM_WORKERS
                 assert status["requests"]["ok"] == 30
                 assert [i["role"] for i in status["instances"]] == ["prefill", "decode"]
+
+    run(test)
+
+
+def test_who_has_started_it_sees_that_it_is_up(tmp_path: Path) -> None:
+    """Its workers listen, not it, and have process groups of their own."""
+
+    async def test() -> None:
+        async with cluster(tmp_path) as c:
+            is_up = answers(f"{c.url}/health")
+            assert await is_up(c.process.pid)
+            stranger = await asyncio.create_subprocess_exec("sleep", "60", start_new_session=True)
+            assert not await is_up(stranger.pid)
+            stranger.kill()
+            await stranger.wait()
 
     run(test)
 

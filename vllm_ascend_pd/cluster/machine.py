@@ -128,7 +128,8 @@ def listeners(port: int) -> set[int]:
 
 
 def answers(url: str) -> Callable[[int], Awaitable[bool]]:
-    """Whether a process group answers 200 there, and not a stranger on its port."""
+    """Whether a process group, or a child of it, answers 200 there, and not a stranger on its
+    port."""
 
     async def is_up(group: int) -> bool:
         try:
@@ -158,8 +159,10 @@ def _listens(group: int, port: int) -> bool:
     """Also where nobody can be seen."""
     pids = listeners(port)
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(pid) == group:
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            listener = psutil.Process(pid)
+            # A router's workers have groups of their own.
+            if any(os.getpgid(one.pid) == group for one in (listener, *listener.parents())):
                 return True
     return not pids
 
