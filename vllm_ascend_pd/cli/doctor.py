@@ -43,7 +43,14 @@ def doctor(
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="File with the API key of router and engines.", dir_okay=False),
+        typer.Option(help="File with an API key of the router's clients.", dir_okay=False),
+    ] = None,
+    engine_api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="The router's --engine-api-key-file. Without: the key of --api-key-file.",
+            dir_okay=False,
+        ),
     ] = None,
     token_file: TokenFile = None,
     measure: Annotated[
@@ -75,10 +82,15 @@ def doctor(
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise typer.BadParameter(f"{url!r} is not http://HOST:PORT", param_hint=name)
-    try:
-        key = read_token("--api-key-file", str(api_key_file)) if api_key_file else None
-    except ConfigError as e:
-        raise typer.BadParameter(str(e), param_hint="--api-key-file") from e
+    keys: list[str | None] = [None]
+    for name, path in (
+        ("--api-key-file", api_key_file),
+        ("--engine-api-key-file", engine_api_key_file),
+    ):
+        try:
+            keys.append(read_token(name, str(path)) if path else keys[-1])
+        except ConfigError as e:
+            raise typer.BadParameter(str(e), param_hint=name) from e
     plan_of = None
     if config is not None:
         try:
@@ -101,7 +113,8 @@ def doctor(
         prefill=tuple(prefill or ()),
         decode=tuple(decode or ()),
         topology=plan_of,
-        api_key=key,
+        api_key=keys[1],
+        engine_api_key=keys[2],
         token=token,
         measure=measure,
         ascend=ascend,

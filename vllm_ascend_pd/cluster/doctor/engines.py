@@ -274,7 +274,7 @@ class Reachable:
 
 def _fix_of(engine: Engine) -> str:
     if engine.error.startswith("401"):
-        return "name a file with the key that it wants with --api-key-file"
+        return "name a file with the key that it wants with --engine-api-key-file"
     return f"curl -i {engine.url}/health; then see its log"
 
 

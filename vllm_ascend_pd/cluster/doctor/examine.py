@@ -56,6 +56,9 @@ class Subject:
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
     api_key: str | None = None
+    """Of the router."""
+    engine_api_key: str | None = None
+    """Of the engines."""
     token: str | None = None
     """Of an operator of the router."""
     measure: bool = True
@@ -104,23 +107,29 @@ async def _findings(subject: Subject) -> AsyncIterator[Finding]:
             yield finding
     if not subject.runs:
         return
-    headers = {"Authorization": f"Bearer {subject.api_key}"} if subject.api_key else {}
-    async with aiohttp.ClientSession(headers=headers) as session:
-        async for finding in _running(subject, engines.Web(session)):
+    async with _session(subject.api_key) as asks_router, _session(subject.engine_api_key) as asks:
+        async for finding in _running(subject, engines.Web(asks_router), engines.Web(asks)):
             yield finding
 
 
-async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]:
+def _session(key: str | None) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else {})
+
+
+async def _running(
+    subject: Subject, asks_router: engines.Web, web: engines.Web
+) -> AsyncIterator[Finding]:
     known = [engines.Engine(url.rstrip("/"), "prefill") for url in subject.prefill]
     known += [engines.Engine(url.rstrip("/"), "decode") for url in subject.decode]
     listed: list[engines.Engine] = []
     if subject.router:
         try:
-            listed = await engines.discover(web, subject.router)
+            listed = await engines.discover(asks_router, subject.router)
         except engines.ERRORS as e:
-            fix = f"curl -i {subject.router}/health; then see its log"
-            if getattr(e, "status", None) == 404:
-                fix = "give the URL of a router with --router; engines with --prefill and --decode"
+            fix = {
+                401: "name a file with one of its --api-keys-file's keys with --api-key-file",
+                404: "give the URL of a router with --router; engines with --prefill and --decode",
+            }.get(getattr(e, "status", 0), f"curl -i {subject.router}/health; then see its log")
             yield fail("router", f"{subject.router}: {reason_of(e)}", fix)
             if not known and subject.topology is None:
                 return
@@ -151,8 +160,8 @@ async def _running(subject: Subject, web: engines.Web) -> AsyncIterator[Finding]
         transfers.Transfer(web, known),
     ]
     if subject.router:
-        checks.append(transfers.ThroughRouter(web, subject.router, known))
-        checks.append(moves.MoveThroughRouter(web, subject.router, listed, subject.token))
+        checks.append(transfers.ThroughRouter(asks_router, subject.router, known))
+        checks.append(moves.MoveThroughRouter(asks_router, subject.router, listed, subject.token))
     checks.append(engines.Pool(web, known))
     for check in checks:
         for finding in await _guarded(check):

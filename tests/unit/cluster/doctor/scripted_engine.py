@@ -76,9 +76,12 @@ class ScriptedEngine:
     async def _version(self, _: web.Request) -> web.Response:
         return web.json_response({"version": "0.30.0"})
 
-    async def _models(self, request: web.Request) -> web.Response:
+    def _check_key(self, request: web.Request) -> None:
         if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
-            return web.json_response({"error": "Unauthorized"}, status=401)
+            raise web.HTTPUnauthorized
+
+    async def _models(self, request: web.Request) -> web.Response:
+        self._check_key(request)
         names = (self.model, *self.more_models)
         entries = [{"id": name, "max_model_len": self.max_model_len} for name in names]
         return web.json_response({"data": entries})
@@ -119,7 +122,8 @@ class ScriptedEngine:
             params = {"provenance": self.provenance}
         return web.json_response({"choices": [{"text": self.text}], "kv_transfer_params": params})
 
-    async def _instances(self, _: web.Request) -> web.Response:
+    async def _instances(self, request: web.Request) -> web.Response:
+        self._check_key(request)
         return web.json_response(self.listed)
 
 

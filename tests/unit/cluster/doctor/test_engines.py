@@ -35,6 +35,20 @@ def failed(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.verdict is Verdict.FAIL]
 
 
+def in_list(url: str) -> dict[str, Any]:
+    """Of a router's engines."""
+    return {
+        "instance_id": "p0",
+        "url": url,
+        "role": "prefill",
+        "state": "ready",
+        "healthy": True,
+        "source": "registered",
+        "models": ["m"],
+        "num_active": 0,
+    }
+
+
 def reachable(_: Web, known: list[Engine]) -> Check:
     return engines.Reachable(known)
 
@@ -195,7 +209,34 @@ def test_a_router_in_the_place_of_an_engine() -> None:
 def test_an_engine_that_wants_a_key() -> None:
     first, _ = failed(run(reachable, ScriptedEngine(key="secret")))
     assert first.found.startswith("prefill-0: 401")
-    assert "--api-key-file" in first.fix
+    assert "--engine-api-key-file" in first.fix
+
+
+@pytest.mark.parametrize(
+    ("router_key", "engine_key", "asked"),
+    [("theirs", "own", "--api-key-file"), ("clients", "theirs", "--engine-api-key-file")],
+)
+def test_router_and_engines_want_a_key_each(router_key: str, engine_key: str, asked: str) -> None:
+    """As with ``--api-keys-file`` and ``--engine-api-key-file``."""
+
+    def examined(router: Engine, **keys: str) -> list[Finding]:
+        subject = examine.Subject(router=router.url, measure=False, **keys)
+        return failed(asyncio.run(examine.examine(subject, lambda finding: None)))
+
+    async def use(web: Web, known: list[Engine]) -> list[list[Finding]]:
+        engine, router = known
+        at_router.listed = [in_list(engine.url)]
+        right = {"api_key": "clients", "engine_api_key": "own"}
+        given = {"api_key": router_key, "engine_api_key": engine_key}
+        return [await asyncio.to_thread(examined, router, **keys) for keys in (right, given)]
+
+    at_router = ScriptedEngine(key="clients")
+    at_engine = ScriptedEngine(key="own")
+    right, wrong = with_engines([("prefill", at_engine), ("both", at_router)], use)
+    assert "no decode engine answers" in {finding.found for finding in right}
+    assert not [finding for finding in right if "401" in finding.found]
+    [finding] = [finding for finding in wrong if "401" in finding.found]
+    assert f"with {asked}" in finding.fix
 
 
 def test_a_wrong_role() -> None:
@@ -297,18 +338,7 @@ def test_a_pool_that_works_and_one_that_is_bypassed() -> None:
 
 
 def test_a_router_tells_of_its_engines() -> None:
-    listed: list[dict[str, Any]] = [
-        {
-            "instance_id": "p0",
-            "url": "http://127.0.0.1:1",
-            "role": "prefill",
-            "state": "ready",
-            "healthy": True,
-            "source": "registered",
-            "models": ["m"],
-            "num_active": 0,
-        }
-    ]
+    listed = [in_list("http://127.0.0.1:1")]
 
     async def use(web: Web, known: list[Engine]) -> list[Engine]:
         return await engines.discover(web, known[0].url)
