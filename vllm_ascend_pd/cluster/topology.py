@@ -37,6 +37,8 @@ LOCAL = "localhost"
 RESERVED = frozenset({"host", "port", "kv-transfer-config", "served-model-name", "model"})
 """Options of ``vllm serve`` that a deployment sets itself, with dashes."""
 
+_NOT_AT_HTTP_PORT = frozenset({"headless", "ssl-certfile", "ssl-keyfile", "uds"})
+"""Options of ``vllm serve`` with which a deployment's own processes cannot ask an engine."""
 _TLS = frozenset({"tls-certificate", "tls-key"})
 _JSON = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"})
 """Options, of router and engines, whose lists are one word."""
@@ -206,9 +208,20 @@ def _check_host(path: str, name: str, topology: Topology) -> None:
 
 
 def _check_args(path: str, args: Mapping[str, Any], reserved: frozenset[str] = RESERVED) -> None:
-    for key in args:
+    for key, value in args.items():
         if option_name(key) in reserved:
             raise ConfigError(f"{path}.{key}: set by the topology itself; leave it out")
+        if value not in (None, False):
+            _check_has_http_port(f"{path}.{key}", option_name(key))
+
+
+def _check_has_http_port(path: str, option: str) -> None:
+    """Of an engine; no option of a router has these names."""
+    if option in _NOT_AT_HTTP_PORT:
+        raise ConfigError(
+            f"{path}: a deployment's own processes ask its engines over http, at a port of each;"
+            " leave it out, or start `vllm serve` by hand"
+        )
 
 
 def _check_no_tls(args: Mapping[str, Any]) -> None:
@@ -231,6 +244,7 @@ def _check_words(path: str, words: Sequence[str]) -> None:
         option = word.partition("=")[0]
         if option.startswith("--") and option_name(option) in RESERVED:
             raise ConfigError(f"{path}: {option} is set by vllm-pd itself; leave it out")
+        _check_has_http_port(f"{path}: {option}", option_name(option))
 
 
 def _check_files(extra_config: Mapping[str, Any]) -> None:

@@ -95,6 +95,9 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"router": {"args": {"tls_key": "k"}}}, "router.args.tls_key: .* put what ends TLS in fr"),
         ({"router": {"args": {"tls-certificate": "c"}}}, "router.args.tls-certificate: .* http"),
         ({"more_args": ["--dtype", "auto", "--port=1"]}, "more_args: --port is set by vllm-pd"),
+        ({"args": {"ssl_certfile": "c"}}, "args.ssl_certfile: .* ask its engines over http"),
+        ({"prefill": [{"args": {"headless": True}}]}, r"prefill\[0\].args.headless: .* by hand"),
+        ({"more_args": ["--uds=/tmp/s"]}, "more_args: --uds: .* at a port of each"),
         ({"decode": [{"args": {"kv_transfer_config": {}}}]}, r"decode\[0\].args.kv_transfer_con"),
     ],
 )
@@ -119,6 +122,10 @@ def test_what_may_be_a_secret_is_not_told(wrong: dict[str, Any], named: str) -> 
     with pytest.raises(ConfigError, match=named) as caught:
         parse({"model": "m", **wrong})
     assert "4711" not in str(caught.value)
+
+
+def test_option_of_an_engine_that_is_off_is_taken() -> None:
+    parse({"model": "m", "args": {"headless": False, "uds": None}})
 
 
 def test_option_of_an_engine_stays_as_it_is_written() -> None:
