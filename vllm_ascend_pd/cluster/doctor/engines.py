@@ -353,7 +353,8 @@ class Fitting:
             todo.append(fix)
         if wrong:
             return fail(check, "; ".join(wrong), "; ".join(todo))
-        return ok(check, ", ".join(f"{key} {value}" for key, value in same.items()), **same)
+        found = ", ".join(f"{key} {value}" for key, value in same.items())
+        return ok(check, found or "there are none", **same)
 
 
 def _alike(key: str, known: Sequence[Engine]) -> Sequence[Engine]:
