@@ -107,6 +107,36 @@ def test_slow_client_is_cut_off(start: bytes) -> None:
     run(test)
 
 
+def test_stream_of_http_1_0_ends_with_its_connection() -> None:
+    """As ``ab -k`` asks, and HAProxy for clients of HTTP/1.0: nothing else tells its end."""
+    patient = replace(FAST, timeouts=replace(FAST.timeouts, keep_alive_s=10 * PATIENCE_S))
+
+    async def test() -> None:
+        async with deployed(config=patient) as d:
+            body = b'{"model": "tiny", "prompt": "x", "max_tokens": 3, "stream": true}'
+            head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Connection: keep-alive\r\n"
+            answer = await raw_exchange(
+                d.port, head + b"Content-Length: %d\r\n\r\n" % len(body) + body
+            )
+            assert answer.startswith(b"HTTP/1.0 200 ")
+            assert answer.endswith(b"data: [DONE]\n\n")
+
+    run(test)
+
+
+def test_nginx_is_told_to_pass_each_event_on_at_once() -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            request = {"model": "tiny", "prompt": "x", "max_tokens": 3}
+            url = f"{d.url}/v1/completions"
+            async with d.http.post(url, json=request | {"stream": True}) as response:
+                assert response.headers.getall("X-Accel-Buffering") == ["no"]
+            async with d.http.post(url, json=request) as response:
+                assert "X-Accel-Buffering" not in response.headers
+
+    run(test)
+
+
 def test_slow_body_is_408() -> None:
     async def test() -> None:
         async with deployed() as d:

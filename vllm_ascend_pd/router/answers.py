@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS, MESSAGES
@@ -208,6 +208,9 @@ class EventStream:
         self._trace.status = response.status
         self._answer = web.StreamResponse(status=response.status, headers=self._headers)
         self._answer.headers.extend(answer_headers(response.headers, self._trace.request_id))
+        self._answer.headers["X-Accel-Buffering"] = "no"  # nginx collects 4 KiB of HTTP/1.0 else
+        if self._request.version < HttpVersion11:
+            self._answer.force_close()  # its end is that of the connection; aiohttp keeps that open
         await self._answer.prepare(self._request)
 
     async def _relay(
