@@ -283,6 +283,23 @@ def test_model_without_a_prefill_engine_is_not_sent_to_that_of_another_model() -
     run(test)
 
 
+def test_model_of_one_engine_of_both_roles_is_not_degraded() -> None:
+    """As one that embeds: it needs no P."""
+
+    async def test() -> None:
+        async with two_models() as d:
+            registry = d.router.registry
+            registry.put(msgspec.structs.replace(registry.decodes[1].spec, role="both"))
+            await until(lambda: d.router.selector.degraded() == {})
+            for model, engine in (("small", d.decodes[1]), ("tiny", d.decodes[0])):
+                request = {"model": model, "input": "x"}
+                async with d.http.post(f"{d.url}/v1/embeddings", json=request) as response:
+                    assert response.status == 200
+                assert [one.path for one in engine.received] == ["/v1/embeddings"]
+
+    run(test)
+
+
 def test_model_whose_engines_are_all_away_is_503_whatever_others_serve() -> None:
     async def test() -> None:
         async with two_models() as d:

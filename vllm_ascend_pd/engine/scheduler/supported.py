@@ -104,7 +104,10 @@ def check_config(config: VllmConfig) -> None:
             parallel.pipeline_parallel_size > 1 and parallel.data_parallel_size > 1,
             "data parallel ranks with pipeline parallel sizes above 1",
         ),
-        (is_pooling_model(config), "pooling models, which decode nothing"),
+        (
+            is_pooling_model(config),
+            "pooling models, which decode nothing (leave out --kv-transfer-config)",
+        ),
         (
             decodes_by_diffusion(config),
             "diffusion models, which denoise many tokens at once instead of sampling the next one",
