@@ -225,17 +225,17 @@ class EventStream:
             events = self._whole_events(piece)
             # Comments and parts of an event come also from an engine that computes nothing.
             if is_new := bool(without_comments(events)):
-                response.set_deadline(None, "")
+                response.pause_deadline()
                 now = time.monotonic()
                 if last:
                     self._metrics.itl.observe(now - last)
                 last = now
             if events:
-                is_done |= events.endswith(DONE) or (is_message and _stops_message(events))
                 if record is not None:
                     events = record.take(events)
                     failure = record.failure
                 else:
+                    is_done |= events.endswith(DONE) or (is_message and _stops_message(events))
                     events, failure = until_failure(events)
                 if events:
                     await self.write(events)

@@ -119,6 +119,8 @@ class Response:
         "_lag_before_s",
         "_loop",
         "_paused",
+        "_phase",
+        "_phase_s",
         "_sent_at",
         "_waiter",
         "headers",
@@ -140,9 +142,11 @@ class Response:
         self._failure: Failure | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._deadline: Deadline | None = None
+        self._phase = ""
+        self._phase_s: float | None = None
         self._paused = False
         self._sent_at = time.monotonic()
-        self._lag_before_s = lag.total_s
+        self._lag_before_s = lag.total_s(self._sent_at)
         self.status = 0
         """0 until the head has arrived."""
         self.headers: list[tuple[bytes, bytes]] = []
@@ -157,33 +161,48 @@ class Response:
 
     def set_deadline(self, seconds: float | None, phase: str) -> None:
         """From now on until the next call; ``None`` is no deadline."""
+        self._phase, self._phase_s = phase, seconds
+        if seconds is None:
+            self._end_deadline()
+        elif self._deadline is not None:
+            self._deadline.begin(seconds)
+        elif not self._finished and self._failure is None:
+            self._deadline = Deadline(seconds, self._lag, self._expire)
+
+    def pause_deadline(self) -> None:
+        """Until the next one is set."""
+        if self._deadline is not None:
+            self._deadline.pause()
+
+    def _end_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
-        if seconds is not None and not self._finished and self._failure is None:
-            self._deadline = Deadline(seconds, self._lag, lambda: self._expire(seconds, phase))
 
-    def _expire(self, seconds: float, phase: str) -> None:
+    def _expire(self) -> None:
+        assert self._phase_s is not None
         if self._paused:  # it is the client that does not read
-            self.set_deadline(seconds, phase)
+            self.set_deadline(self._phase_s, self._phase)
             return
-        self.fail(Failure(FailureKind.TIMEOUT, f"{phase} took longer than {seconds:g} s"))
+        message = f"{self._phase} took longer than {self._phase_s:g} s"
+        self.fail(Failure(FailureKind.TIMEOUT, message))
 
     async def head(self) -> Failure | None:
         """Wait for status and headers."""
         while self.status == 0 and self._failure is None:
-            await self._wait()
+            await self._news()
         return self._failure if self.status == 0 else None
 
     async def next(self) -> bytes | Failure | None:
         """The next bytes of the body, all that are there; ``None`` at its end."""
         while not self._chunks and not self._finished and self._failure is None:
-            await self._wait()
+            await self._news()
         if self._chunks:
             data = self._chunks.popleft() if len(self._chunks) == 1 else b"".join(self._chunks)
             self._chunks.clear()
             self._buffered = 0
-            self._resume()
+            if self._paused:
+                self._resume()
             return data
         return self._failure
 
@@ -200,8 +219,9 @@ class Response:
 
     def was_stale(self, failure: Failure) -> bool:
         """Whether the engine had closed the kept connection before our request came to it."""
-        late_s = self._lag.total_s - self._lag_before_s
-        waited_s = time.monotonic() - self._sent_at - late_s
+        now = time.monotonic()
+        late_s = self._lag.total_s(now) - self._lag_before_s
+        waited_s = now - self._sent_at - late_s
         at_once = waited_s < STALE_S + (TICK_S if late_s > 0 else 0)
         return failure.kind is FailureKind.DISCONNECT and at_once and not self.num_received
 
@@ -229,15 +249,16 @@ class Response:
 
     def finish(self) -> None:
         self._finished = True
-        self._resume()
-        self.set_deadline(None, "")
+        if self._paused:
+            self._resume()
+        self._end_deadline()
         self.wake()
 
     def fail(self, failure: Failure) -> None:
         """Ends the exchange and its connection; the first failure stays."""
         if self._finished or self._failure is not None:
             return
-        self.set_deadline(None, "")
+        self._end_deadline()
         self._failure = failure
         self._connection.abort()
         self.wake()
@@ -254,12 +275,12 @@ class Response:
             )
 
     def _resume(self) -> None:
-        if self._paused:
-            self._paused = False
-            transport = self._connection.transport
-            if transport is not None and not transport.is_closing():
-                transport.resume_reading()
+        self._paused = False
+        transport = self._connection.transport
+        if transport is not None and not transport.is_closing():
+            transport.resume_reading()
 
-    async def _wait(self) -> None:
+    def _news(self) -> asyncio.Future[None]:
+        """Done when there is more of it, or none will come."""
         self._waiter = self._loop.create_future()
-        await self._waiter
+        return self._waiter

@@ -111,8 +111,7 @@ _ABORTED_CALL = b'"finish_reason":"tool_calls","stop_reason":null,"token_ids":[]
 _MESSAGE = b'"message'
 """Of Anthropic's API: the type of an answer, or ``message_delta``."""
 _SIGNS = (DATA + _ERROR, _ABORT, _ABORTED_CALL, _MESSAGE)
-"""Without one of them no event tells of a failure. With one it is decoded: engines repeat some of
-what clients say."""
+"""See ``_may_tell_of_failure``."""
 _GIVEN_UP = Failure(FailureKind.STATUS, "the engine gave the request up")
 
 
@@ -295,7 +294,7 @@ def hide_token_ids(events: bytes) -> bytes:
 def until_failure(events: bytes) -> tuple[bytes, Failure | None]:
     """What an engine's server sent before it said, within the stream, that its engine has failed,
     or another one has the request; and what it said."""
-    if not any(sign in events for sign in _SIGNS):
+    if not _may_tell_of_failure(events):
         return events, None
     end = 0
     for event in events.split(b"\n\n"):
@@ -303,6 +302,14 @@ def until_failure(events: bytes) -> tuple[bytes, Failure | None]:
             return events[:end], failure
         end += len(event) + len(b"\n\n")
     return events, None
+
+
+def _may_tell_of_failure(data: bytes) -> bool:
+    """If not, no event of it does. If so it is decoded: engines repeat some of what clients say."""
+    for sign in _SIGNS:  # noqa: SIM110 - `any` takes twice as long, for every piece of a stream
+        if sign in data:
+            return True
+    return False
 
 
 def _failure_of(told: bytes) -> Failure | None:
@@ -320,7 +327,7 @@ def _failure_of(told: bytes) -> Failure | None:
 def why_incomplete(body: bytes) -> Failure | None:
     """Of a whole answer, or an event: that the engine has ended it before its time, as one does
     that stops."""
-    if not any(sign in body for sign in _SIGNS):
+    if not _may_tell_of_failure(body):
         return None
     try:
         told = _told_decoder.decode(body)
