@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import TYPE_CHECKING, TypeAlias
@@ -29,8 +29,6 @@ from vllm_ascend_pd.router.move_states import ENDS, MOVE_TRANSITIONS, MoveEvent,
 from vllm_ascend_pd.router.policies.base import are_partners
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm_ascend_pd.resume import ResumeKey
     from vllm_ascend_pd.router.admission import Admission
     from vllm_ascend_pd.router.config import RouterConfig
@@ -55,7 +53,7 @@ only where the source has given the request away."""
 
 @dataclass(eq=False, slots=True)
 class Answering:
-    """What one engine does of an answer. Event loop thread."""
+    """What one engine does of an answer, until the end of ``with``. Event loop thread."""
 
     job: Job
     instance: Instance
@@ -70,6 +68,19 @@ class Answering:
     num_failed: int = 0
     failed_by: str | None = None
     """The cause of the last one."""
+    running: dict[Answering, None] = field(default_factory=dict)
+    """All, this one too."""
+
+    def __enter__(self) -> Answering:
+        self.running[self] = None
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Nothing is left to move."""
+        del self.running[self]
+        move, self.move = self.move, None
+        if move is not None:
+            move.close()
 
     @property
     def num_tokens(self) -> int:
@@ -134,12 +145,6 @@ class Answering:
             return move
         move.close()
         return None
-
-    def end(self) -> None:
-        """Nothing is left to move."""
-        move, self.move = self.move, None
-        if move is not None:
-            move.close()
 
 
 @dataclass(eq=False, slots=True)
@@ -224,16 +229,9 @@ class Moves:
     running: dict[Answering, None] = field(default_factory=dict)
     """In the order in which they were sent to their engines."""
 
-    @contextmanager
-    def answering(self, job: Job, instance: Instance) -> Iterator[Answering]:
+    def answering(self, job: Job, instance: Instance) -> Answering:
         """While this engine has the request."""
-        one = Answering(job, instance)
-        self.running[one] = None
-        try:
-            yield one
-        finally:
-            del self.running[one]
-            one.end()
+        return Answering(job, instance, running=self.running)
 
     def start(self, source: Answering, target: Instance | None, reason: str) -> Move | str:
         """To that instance, or to the one that the policy chooses; or why it stays. A move ends by

@@ -10,7 +10,6 @@ knows its id can give a prompt back; clients' own parameters never reach an engi
 from __future__ import annotations
 
 import asyncio
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,8 +19,6 @@ from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.router.failures import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from vllm_ascend_pd.router.http_client import Headers
     from vllm_ascend_pd.router.instances import Instance
     from vllm_ascend_pd.router.metrics import Metrics
@@ -31,10 +28,23 @@ logger = limited_logger(__name__)
 
 @dataclass(slots=True)
 class Kept:
-    """The KV of one prefill leg."""
+    """The KV of one prefill leg, which is given back at the end of ``with`` unless it is taken."""
 
+    releases: Releases
+    producer: Instance
+    transfer_id: str | None
+    """Under which the producer keeps it, if it does."""
+    model: str | None
+    headers: Headers
     is_taken: bool = False
     """Whether D has begun to answer: then it gives the KV back itself."""
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self.is_taken and self.transfer_id is not None:
+            self.releases.start(self.producer, self.transfer_id, self.model, self.headers)
 
 
 class Releases:
@@ -45,19 +55,18 @@ class Releases:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
-    @contextmanager
     def unless_taken(
         self, producer: Instance, transfer_id: str | None, model: str | None, headers: Headers
-    ) -> Iterator[Kept]:
-        """What the producer keeps under this id is given back at the end, unless it is taken."""
-        kept = Kept()
-        try:
-            yield kept
-        finally:
-            if not kept.is_taken and transfer_id is not None:
-                task = asyncio.create_task(self._give_back(producer, transfer_id, model, headers))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+    ) -> Kept:
+        return Kept(self, producer, transfer_id, model, headers)
+
+    def start(
+        self, producer: Instance, transfer_id: str, model: str | None, headers: Headers
+    ) -> None:
+        """Give it back."""
+        task = asyncio.create_task(self._give_back(producer, transfer_id, model, headers))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def close(self, timeout_s: float) -> None:
         """Those under way have so long to end."""

@@ -14,7 +14,7 @@ import logging
 import math
 import re
 import time
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -246,12 +246,14 @@ class Tenants:
         return known
 
 
-@contextmanager
-def in_progress(tenant: Tenant | None) -> Iterator[TooMany | None]:
+def in_progress(tenant: Tenant | None) -> AbstractContextManager[TooMany | None]:
     """A request of a tenant, if it is one's; or why it may not be now."""
-    if tenant is None:
-        yield None
-    elif not tenant.num_left:
+    return nullcontext() if tenant is None else _in_progress(tenant)
+
+
+@contextmanager
+def _in_progress(tenant: Tenant) -> Iterator[TooMany | None]:
+    if not tenant.num_left:
         message = f"tenant {tenant.name} has {tenant.num_requests} requests in progress"
         yield TooMany(message, BUSY_RETRY_AFTER_S)
     else:
