@@ -105,7 +105,7 @@ class Breaker:
 
     def succeeded(self) -> bool:
         self._num_failures = 0
-        return self._advance(Event.OK)
+        return not self.closed and self._advance(Event.OK)
 
     def failed(self, *, unreachable: bool = False) -> bool:
         """Whether it opened by this failure. One that is ``unreachable`` needs no more."""

@@ -54,33 +54,35 @@ class TooMany:
 class Admitted:
     """Room on a pair's engines, held until the end of ``with``."""
 
-    __slots__ = ("_admission", "_held", "pair")
+    __slots__ = ("_admission", "_holds_prefill", "pair")
 
     def __init__(self, admission: Admission, pair: Pair) -> None:
         self._admission = admission
         self.pair = pair
-        self._held = {pair.prefill, pair.decode}
-        for instance in self._held:
-            instance.num_admitted += 1
+        pair.decode.num_admitted += 1
         pair.decode.num_to_answer += 1
+        self._holds_prefill = pair.prefill is not pair.decode
+        if self._holds_prefill:
+            pair.prefill.num_admitted += 1
 
     def __enter__(self) -> Admitted:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._give_back(self._held.copy())
+        self.pair.decode.num_admitted -= 1
+        self.pair.decode.num_to_answer -= 1
+        self._leave_prefill()
+        self._admission.look()
 
     def prefilled(self) -> None:
         """The prefill engine has done its part."""
-        if self.pair.prefill is not self.pair.decode:
-            self._give_back({self.pair.prefill})
-
-    def _give_back(self, instances: set[Instance]) -> None:
-        for instance in instances & self._held:
-            instance.num_admitted -= 1
-            instance.num_to_answer -= instance is self.pair.decode
-        self._held -= instances
+        self._leave_prefill()
         self._admission.look()
+
+    def _leave_prefill(self) -> None:
+        if self._holds_prefill:
+            self._holds_prefill = False
+            self.pair.prefill.num_admitted -= 1
 
 
 _turn = attrgetter("turn")
@@ -113,6 +115,7 @@ class _Waiter:
     since: float = field(default_factory=time.monotonic)
 
 
+_Key = tuple[str | None, bool]
 _Line = dict[_Wish, list[_Waiter]]
 """Who waits, by wish, and of one wish in order of their turns."""
 
@@ -124,7 +127,7 @@ class Admission:
         self._selector = selector
         self._queueing = queueing
         self._metrics = metrics
-        self._lines: dict[tuple[str | None, bool], _Line] = {}
+        self._lines: dict[_Key, _Line] = {}
         """By model, and whether one engine alone is to do it."""
         self._num_waiting: Counter[Tenant] = Counter()
         """Requests in line."""
@@ -148,8 +151,7 @@ class Admission:
                 self._turns.left(request, turn)
 
     async def _admit(self, request: Routed, turn: Turn, again: bool) -> Outcome:
-        key = (self._selector.known(request.model), request.alone is not None)
-        if again or key not in self._lines:
+        if again or not self._lines or self._key(request) not in self._lines:
             placed = self._place(request, turn)
             if not isinstance(placed, Full):
                 return placed
@@ -158,7 +160,11 @@ class Admission:
             self._metrics.add("refused", "full")
             return self._too_many(f"{self.num_queued} requests wait already")
         outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        return await self._wait(_Waiter(request, turn, again, self._wish(request), outcome), key)
+        waiter = _Waiter(request, turn, again, self._wish(request), outcome)
+        return await self._wait(waiter, self._key(request))
+
+    def _key(self, request: Routed) -> _Key:
+        return self._selector.known(request.model), request.alone is not None
 
     def _make_room(self, tenant: Tenant | None) -> bool:
         """In a full line: of the tenants with the lowest priority the one that has most of it, by
@@ -188,7 +194,7 @@ class Admission:
         last.outcome.set_result(self._too_many(what))
         return True
 
-    async def _wait(self, waiter: _Waiter, key: tuple[str | None, bool]) -> Outcome:
+    async def _wait(self, waiter: _Waiter, key: _Key) -> Outcome:
         loop = asyncio.get_running_loop()
         deadline = loop.call_later(self._queueing.timeout_s, self._expire, waiter)
         line = self._lines.setdefault(key, {})
@@ -215,6 +221,8 @@ class Admission:
     def look(self) -> None:
         """Admit those for whom there is room now. Lines for models of the same engines find none
         together."""
+        if not self._lines:
+            return
         none_at: set[tuple[Servers, bool]] = set()
         for key, line in sorted(self._lines.items(), key=lambda one: _first(one[1]).since):
             model, is_alone = key
@@ -253,7 +261,7 @@ class Admission:
         self._turns.admitted(turn)
         return Admitted(self, found)
 
-    def _leave(self, waiter: _Waiter, key: tuple[str | None, bool]) -> None:
+    def _leave(self, waiter: _Waiter, key: _Key) -> None:
         line = self._lines[key]
         waiters = line[waiter.wish]
         del waiters[bisect_left(waiters, waiter.turn, key=_turn)]

@@ -150,6 +150,8 @@ class Instance:
         self.number = 0
         """Of a registry's instances a later one has a greater one."""
         self.spec = spec
+        """Another one of the same id, when discovery knows more."""
+        self.instance_id = spec.instance_id
         self.affinity_key = affinity_key(spec.instance_id)
         self.server = _server_of(spec.url)
         self.client = client
@@ -205,10 +207,6 @@ class Instance:
         self._changed.add(self)
 
     _changed: set[Instance]
-
-    @property
-    def instance_id(self) -> str:
-        return self.spec.instance_id
 
     def is_at(self, other: Instance) -> bool:
         """Whether one engine would get what is sent to both."""
@@ -299,10 +297,9 @@ class Instance:
             logger.warning("%s is out: %s: %s", self.instance_id, what, failure)
 
     def succeeded(self) -> None:
-        self._num_unexplained = 0
-        was = self.breaker.state
-        self.breaker.succeeded()
-        if was is not self.breaker.state:
+        if self._num_unexplained:
+            self._num_unexplained = 0
+        if self.breaker.succeeded():
             logger.info("%s is in again", self.instance_id)
 
 

@@ -73,13 +73,15 @@ class Leg:
 
     def __enter__(self) -> Leg:
         self.instance.num_active += 1
-        self.instance.num_decoding += self._name == "decode"
+        if self._name == "decode":
+            self.instance.num_decoding += 1
         self.instance.num_active_tokens += self._num_tokens
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.instance.num_active -= 1
-        self.instance.num_decoding -= self._name == "decode"
+        if self._name == "decode":
+            self.instance.num_decoding -= 1
         self.instance.num_active_tokens -= self._num_tokens
         if not self.instance.is_gone:  # else its series would be back
             self._metrics.leg_ended(self.instance.instance_id, self._name, self.outcome)

@@ -210,5 +210,7 @@ class Rankings:
                 del groups[known]
             del self._of[kind][instance]
         if group is not None:
-            groups.setdefault(group, Ranking()).put(instance)
+            if group not in groups:
+                groups[group] = Ranking()
+            groups[group].put(instance)
             self._of[kind][instance] = group
