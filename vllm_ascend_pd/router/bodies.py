@@ -309,7 +309,7 @@ def string_of(fields: Fields, name: str) -> str | None:
 
 
 def _is_true(fields: Fields, name: str) -> bool:
-    return bytes(fields.get(name, b"false")).lower() not in _FALSY
+    return name in fields and bytes(fields[name]).lower() not in _FALSY
 
 
 def _decode_only(path: str, fields: Fields, num_prompts: int) -> str | None:
@@ -354,8 +354,10 @@ def _num_prompts(path: str, prompt: bytes) -> int:
 
 def _num_max_tokens(fields: Fields, names: tuple[str, ...]) -> int:
     """Of one answer."""
-    told = (_number(fields, name) for name in names)
-    return next((number for number in told if number is not None), 16)
+    for name in names:
+        if (number := _number(fields, name)) is not None:
+            return number
+    return 16
 
 
 def _number(fields: Fields, name: str) -> int | None:

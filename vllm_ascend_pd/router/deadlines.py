@@ -107,7 +107,8 @@ class Deadline:
             self._timer = None
 
     def _ring(self, after_s: float) -> None:
-        self.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._rings_at = self._due
         self._timer = self._loop.call_later(after_s, self._look)
 

@@ -45,6 +45,9 @@ class BadTarget(web.HTTPBadRequest):
 def engine_target(raw_target: str) -> str:
     """What an engine is asked for, from what the client's request line says."""
     raw_path, question, query = raw_target.partition("?")
+    is_plain = raw_target.startswith("/") and "/." not in raw_path and raw_target.isascii()
+    if is_plain and _PLAIN.fullmatch(raw_path):
+        return raw_target
     if not raw_path.startswith("/"):
         raise BadTarget("the request target must be a path that begins with '/'")
     try:

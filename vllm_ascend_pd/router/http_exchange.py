@@ -76,11 +76,6 @@ class EngineConnection(asyncio.Protocol):
             response.headers.clear()
             return
         response.status = status
-        names = {name for name, _ in response.headers}
-        no_body = status in (204, 304)
-        response.until_eof = not (
-            no_body or b"content-length" in names or b"transfer-encoding" in names
-        )
         response.wake()
 
     def on_body(self, body: bytes) -> None:
@@ -127,7 +122,6 @@ class Response:
         "is_replaceable",
         "num_received",
         "status",
-        "until_eof",
     )
 
     def __init__(
@@ -152,12 +146,21 @@ class Response:
         self.headers: list[tuple[bytes, bytes]] = []
         """Names in lower case."""
         self.num_received = 0
-        self.until_eof = False
         self.is_replaceable = False
         """Another engine can go on with it."""
 
     def header(self, name: bytes) -> bytes | None:
-        return next((value for key, value in self.headers if key == name), None)
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+    @property
+    def _is_until_eof(self) -> bool:
+        """Its head has arrived, and tells no other end of the body."""
+        has_body = self.status not in (0, 204, 304)
+        lengths = self.header(b"content-length"), self.header(b"transfer-encoding")
+        return has_body and lengths == (None, None)
 
     def set_deadline(self, seconds: float | None, phase: str) -> None:
         """From now on until the next call; ``None`` is no deadline."""
@@ -264,7 +267,7 @@ class Response:
         self.wake()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self.until_eof and exc is None and self.status:
+        if self._is_until_eof and exc is None:
             self.finish()
         elif self.status:
             self.fail(Failure(FailureKind.TRUNCATED, f"connection lost within the answer: {exc}"))

@@ -82,8 +82,9 @@ def promise(body: Body, mode: ResumeMode, tool_call_parser: str) -> Promise:
     if body.decode_only not in (None, TRUNCATION):
         return Promise("none", body.decode_only)
     for name, values in HARMLESS.items():
-        is_harmless = bytes(body.fields.get(name, values[0])) in values
-        if not is_harmless and (body.is_stream or name not in HARMLESS_IF_WHOLE):
+        if name not in body.fields or bytes(body.fields[name]) in values:
+            continue
+        if body.is_stream or name not in HARMLESS_IF_WHOLE:
             return Promise("none", name)
     if body.is_stream and bytes(body.fields.get("tools", b"null")) not in (b"null", b"[]"):
         tool_choice = bytes(body.fields.get("tool_choice", b"null"))

@@ -26,8 +26,10 @@ class RoundRobin(Policy):
         self, request: Routed, prefills: Sequence[Instance], decodes: Sequence[Instance]
     ) -> Pair:
         turn, self._turn = self._turn, self._turn + 1
-        prefill = prefills[turn % len(prefills)]
+        num_prefills = len(prefills)
+        prefill = prefills[turn % num_prefills]
         found = partners(prefill, decodes)
+        num_found = len(found)
         # Without the shift, as many P as D would always meet in the same pairs.
-        shift = turn // math.lcm(len(prefills), len(found))
-        return Pair(prefill, found[(turn + shift) % len(found)])
+        shift = turn // math.lcm(num_prefills, num_found)
+        return Pair(prefill, found[(turn + shift) % num_found])
