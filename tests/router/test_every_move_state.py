@@ -26,7 +26,9 @@ from vllm_ascend_pd.router.moves import Move, Moves
 NUM_STREAMS = 20
 NUM_TOKENS = 400
 """More than come before a test hurries."""
-CONFIG = replace(PATIENT, retries=Retries(max_attempts=5))
+CONFIG = replace(
+    PATIENT, retries=Retries(max_attempts=5), timeouts=replace(PATIENT.timeouts, idle_s=2)
+)
 IMPATIENT = replace(CONFIG, timeouts=replace(CONFIG.timeouts, first_token_s=2, keep_alive_s=2))
 """An engine that stops is given up within the test."""
 
