@@ -9,6 +9,7 @@ import fcntl
 import json
 import logging
 import secrets
+import shlex
 import shutil
 import signal
 import sys
@@ -32,6 +33,7 @@ from vllm_ascend_pd.cluster.doctor.host import Patches
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.machine import answers, can_listen, port_owner, responds
 from vllm_ascend_pd.cluster.operator import RouterOperator
+from vllm_ascend_pd.cluster.placement import option
 from vllm_ascend_pd.cluster.restart import RollingRestart, in_turns
 from vllm_ascend_pd.cluster.up_socket import (
     Scaling,
@@ -147,14 +149,14 @@ def with_secrets(
     extra, paths = dict(topology.extra_config), []
     pool_folder = _pool_folder(topology) if keep else None
     secret = folder / ".secret" if pool_folder is None else pool_folder / KEPT_SECRET
-    for section, option, path in (
+    for section, name, path in (
         ("security", "secret_file", secret),
         ("router", "token_file", folder / ".token"),
     ):
         values = extra.get(section, {})
-        if isinstance(values, dict) and option not in values:
+        if isinstance(values, dict) and name not in values:
             paths.append(path)
-            extra[section] = {**values, option: str(path)}
+            extra[section] = {**values, name: str(path)}
     return msgspec.structs.replace(topology, extra_config=extra), paths
 
 
@@ -273,7 +275,7 @@ async def launch(
             if any(command.role == "router" for command in commands):
                 await report_missing(deployment, display, _token(manner))
             seconds = time.monotonic() - started
-            display.say(_banner(deployment, commands, model, log_dir, seconds))
+            display.say(banner(deployment, commands, model, log_dir, seconds))
 
         async def redraw() -> None:
             while True:
@@ -361,20 +363,25 @@ async def report_missing(deployment: Deployment, display: Display, token: str | 
         display.say(Text(text, "red"))
 
 
-def _banner(
+def banner(
     deployment: Deployment, commands: Sequence[Command], model: str, log_dir: Path, seconds: float
 ) -> Text:
+    """What a user can do with what is up: ``KEY`` stands for one of the clients' keys."""
     url = deployment.router_url
     body = json.dumps({"model": model, "prompt": "Hello, my name is", "max_tokens": 16})
     text = Text(f"\nup after {seconds:.0f} s: {len(commands)} processes, logs in {log_dir}\n")
-    if not any(command.role == "router" for command in commands):
+    router = next((command for command in commands if command.role == "router"), None)
+    if router is None:
         return text.append(f"  the router is on another host: {url}\n")
     text.append(f"  {url}/v1", "bold green")
     text.append(f" serves {model}\n\n")
-    text.append(
-        f"  curl {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'\n"
-        f"  vllm-pd doctor --router {url}\n"
-    )
+    asking, examining = "-H 'Content-Type: application/json'", f"--router {url}"
+    if "--api-keys-file" in router.argv:
+        asking += " -H 'Authorization: Bearer KEY'"
+        examining += " --api-key-file FILE_WITH_KEY"
+    if key_file := option(list(router.argv), "--engine-api-key-file"):
+        examining += f" --engine-api-key-file {shlex.quote(key_file)}"
+    text.append(f"  curl {url}/v1/completions {asking} -d '{body}'\n  vllm-pd doctor {examining}\n")
     for command in commands:
         if command.role == "prometheus":
             text.append(f"  {command.url}/graph queries, {command.url}/alerts alerts,")

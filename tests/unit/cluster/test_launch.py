@@ -20,7 +20,14 @@ from tests.router.harness import FAST, deployed
 from vllm_ascend_pd.cluster import log_rotation
 from vllm_ascend_pd.cluster.commands import Command, Deployment
 from vllm_ascend_pd.cluster.display import Display
-from vllm_ascend_pd.cluster.launch import Manner, launch, lock_folder, new_log_dir, report_missing
+from vllm_ascend_pd.cluster.launch import (
+    Manner,
+    banner,
+    launch,
+    lock_folder,
+    new_log_dir,
+    report_missing,
+)
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, keep
 from vllm_ascend_pd.cluster.up_socket import UpSocket, socket_path
@@ -144,6 +151,23 @@ def test_engines_of_a_router_that_wants_keys_are_not_waited_for_in_vain(
             assert not told.getvalue()
 
     asyncio.run(asyncio.wait_for(test(), 10))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ((), ["vllm-pd doctor --router http://h:1\n"]),
+        (("--api-keys-file", "k"), ["-H 'Authorization: Bearer KEY'", "--api-key-file FILE_WITH"]),
+        (("--engine-api-key-file", "a b"), ["http://h:1 --engine-api-key-file 'a b'\n"]),
+    ],
+)
+def test_what_is_told_to_try_has_the_keys_that_it_needs(
+    options: tuple[str, ...], told: list[str]
+) -> None:
+    router = Command("router", "router", "localhost", ("vllm-pd", *options), {}, "http://h:1")
+    text = str(banner(Deployment((router,), router.url), [router], "m", Path("logs"), 1.0))
+    assert all(words in text for words in told), text
+    assert ("Authorization" in text) is ("--api-keys-file" in options)
 
 
 def test_a_rolling_restart_takes_roles_in_turn(
