@@ -325,6 +325,11 @@ def _router_command(
             "router.args.workers: one process decides who computes prompts and who answers; leave"
             " it out, or give roles: operator"
         )
+    if args.get("host", address) not in (address, "0.0.0.0", "::"):
+        raise ConfigError(
+            f"router.args.host: engines reach the router at {address}, hosts.{host}.address; leave"
+            " it out, or give 0.0.0.0 for all addresses"
+        )
     argv = (*words, *render_router_args(args))
     return Command("router", "router", host, argv, dict(router.env), shared.router_url)
 

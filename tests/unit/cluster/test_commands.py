@@ -96,6 +96,12 @@ def test_engines_that_can_do_both() -> None:
     assert workers.argv.count("--roles") == 1
 
 
+def test_router_may_listen_at_all_addresses() -> None:
+    command = deployment(router={"args": {"host": "0.0.0.0"}}).commands[-1]
+    assert command.argv[-2:] == ("--host", "0.0.0.0")
+    assert command.asked.startswith("http://127.0.0.1:")
+
+
 def test_engines_that_can_do_both_and_do_not_register() -> None:
     groups = {"prefill": [{}], "both": [{"host": "b", "count": 2}]}
     router = deployment(local="a", hosts=HOSTS, **groups).commands[-1]
@@ -359,6 +365,11 @@ def test_ports_of_the_master_on_several_hosts_are_fixed() -> None:
             "router.args.workers: one process decides",
         ),
         (CPU, {"router": {"args": {"--roles": "auto", "workers": 2}}}, "router.args.workers: one"),
+        (
+            CPU,
+            {"router": {"args": {"host": "10.0.0.5"}}},
+            "router.args.host: .* at 127.0.0.1, hosts",
+        ),
         (CPU, {"args": {"prefix-caching-hash-algo": "xxhash"}}, "env.PYTHONHASHSEED is missing"),
         (
             GPU,
