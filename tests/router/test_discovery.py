@@ -23,7 +23,11 @@ from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.router import app
 from vllm_ascend_pd.router.config import Order
 from vllm_ascend_pd.router.discovery import registered
-from vllm_ascend_pd.router.discovery.static import StaticDiscovery, decode_instances
+from vllm_ascend_pd.router.discovery.static import (
+    FileInstance,
+    StaticDiscovery,
+    decode_instances,
+)
 from vllm_ascend_pd.router.instances import Instance, InstanceSpec, Registry
 from vllm_ascend_pd.router.stored import new_response_id
 
@@ -109,6 +113,36 @@ def test_requests_wait_for_engines_to_register_with_a_router_that_has_just_start
                 assert response.status == 200  # an engine has said so
             await first.stop()
             await second.stop()
+
+    run(test)
+
+
+def test_requests_wait_though_engines_of_another_model_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who has a token for engines to register is not given all of them."""
+    monkeypatch.setattr(app, "HEARS_ALL_S", 1000)
+    token = tmp_path / "token"
+    token.write_text("secret")
+
+    async def test() -> None:
+        other = ScriptedEngine("other", models=("embeds",))
+        await other.start()
+        listed = tmp_path / "instances.json"
+        listed.write_text(json.dumps({"instances": [{"url": other.url, "role": "both"}]}))
+        config = replace(FAST, instances_file=listed, registration_token_file=token)
+        async with deployed(0, 0, config, ready=False) as d:
+            await until(lambda: "embeds" in d.router.registry.models)
+            posting = asyncio.ensure_future(d.post())
+            await until(lambda: d.router.admission.num_queued == 1)
+            assert not other.received
+            engine = ScriptedEngine("late")
+            await engine.start()
+            right = {"Authorization": "Bearer secret"}
+            assert (await register(d, "late", described(engine, models=("tiny",)), right))[0] == 200
+            assert (await posting)[0] == 200
+            await engine.stop()
+        await other.stop()
 
     run(test)
 
@@ -519,6 +553,11 @@ def test_instance_given_twice_is_an_error() -> None:
     config = replace(FAST, prefills=("http://a:1",), decodes=("http://a:1",))
     with pytest.raises(ConfigError, match="twice"):
         StaticDiscovery(config, None).read()  # type: ignore[arg-type]
+
+
+def test_engine_at_an_address_that_begins_with_a_colon_has_an_id() -> None:
+    """As it has when it registers."""
+    assert FileInstance(url="http://[::1]:8100", role="prefill").spec().instance_id == "0::1:8100"
 
 
 @pytest.mark.parametrize(

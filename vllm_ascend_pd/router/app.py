@@ -80,7 +80,7 @@ LOOP = (
 )
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 HEARS_ALL_S = 1.5 * registration.HEARTBEAT_S
-"""After its start a router that is given no instances has heard of all: requests wait so long for
+"""After its start a router that awaits registrations has heard of all: requests wait so long for
 engines that it does not know."""
 CLOSE_S = 1.0
 """For requests that were cancelled when the router stops, and then for prompts that are given back
@@ -121,7 +121,7 @@ class Router:
             labels,
             require_prefill=config.require_prefill,
             max_requests=queueing.max_requests,
-            hears_all_at=0.0 if config.names_instances else time.monotonic() + HEARS_ALL_S,
+            hears_all_at=time.monotonic() + HEARS_ALL_S if config.awaits_registrations else 0.0,
         )
         self.metrics = Metrics(
             lambda: self.registry,

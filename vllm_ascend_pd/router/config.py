@@ -250,10 +250,11 @@ class RouterConfig:
     sooner than P hands them over, as measured. A number: the first, and prompts of fewer tokens."""
 
     @property
-    def names_instances(self) -> bool:
-        """Or where to look for them; else it knows those that register."""
+    def awaits_registrations(self) -> bool:
+        """Engines may be up of which it hears only when they register: it is not told of any, or
+        where to look for them, or has a token for them."""
         given = self.prefills, self.decodes, self.backends, self.instances_file, self.kubernetes
-        return any(given)
+        return not any(given) or self.registration_token_file is not None
 
     def __post_init__(self) -> None:
         if self.order not in ORDERS:

@@ -58,8 +58,9 @@ class InstancesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def default_id(url: str) -> str:
-    """``host:port``, with which people find the engine."""
-    return urlsplit(url).netloc.replace("[", "").replace("]", "").replace("%", "-")
+    """``host:port``, with which people find the engine; an id begins with no colon."""
+    found = urlsplit(url).netloc.replace("[", "").replace("]", "").replace("%", "-")
+    return f"0{found}" if found.startswith(":") else found
 
 
 class StaticDiscovery:
