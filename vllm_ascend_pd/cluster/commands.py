@@ -5,14 +5,22 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 from vllm_ascend_pd.backends.mooncake_master import master_command
-from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, http_url, num_ranks, option
+from vllm_ascend_pd.cluster.placement import (
+    PlacedEngine,
+    divide,
+    http_url,
+    num_ranks,
+    option,
+    spread_events,
+)
 from vllm_ascend_pd.cluster.topology import (
     Topology,
     option_name,
@@ -37,6 +45,8 @@ MASTER_PORTS = (14500, 14501)
 DRAIN_S = 30
 """An engine that is told to end finishes its requests, and ends, so long. vLLM's own default is to
 kill the engine core at once, and then it takes no leave of the router."""
+_ROUTER_DRAIN_S = 60
+"""What ``vllm-pd router`` waits for by itself."""
 _WORKER_STOP = "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS"
 _INNER_PORT = "VLLM_PORT"
 
@@ -82,6 +92,21 @@ class Command:
     def instance_ids(self) -> tuple[str, ...]:
         """Under which an engine registers."""
         return tuple(name_of_rank(self.name, rank) for rank in self.ranks)
+
+    @property
+    def drain_s(self) -> int:
+        """Seconds that it may take from SIGTERM on; ``ConfigError`` names a wrong option."""
+        name = "shutdown-timeout" if self.is_engine else "drain-timeout"
+        said = option(list(self.argv), f"--{name}")
+        if said is None:
+            return _ROUTER_DRAIN_S
+        try:
+            seconds = math.ceil(float(said))
+        except (ValueError, OverflowError) as e:
+            raise ConfigError(f"{self.name}: {name} must be seconds, not {said!r}") from e
+        if seconds < 0:
+            raise ConfigError(f"{self.name}: {name} must not be negative, not {said}")
+        return seconds
 
     @property
     def shell_line(self) -> str:
@@ -151,6 +176,8 @@ def make_deployment(
         registers=not discovery and _registers(topology),
         discovery=tuple(discovery),
     )
+    if not discovery:  # else each is alone in its pod
+        spread_events(engines)
     for engine in engines:
         if _kv_role(engine, topology, shared) == "kv_consumer":
             engine.kv_port = 0  # nobody asks it for anything
@@ -325,6 +352,7 @@ def _router_command(
             "router.args.workers: one process decides who computes prompts and who answers; leave"
             " it out, or give roles: operator"
         )
+    _refuse_other_secrets(args, topology)
     if args.get("host", address) not in (address, "0.0.0.0", "::"):
         raise ConfigError(
             f"router.args.host: engines reach the router at {address}, hosts.{host}.address; leave"
@@ -332,6 +360,20 @@ def _router_command(
         )
     argv = (*words, *render_router_args(args))
     return Command("router", "router", host, argv, dict(router.env), shared.router_url)
+
+
+def _refuse_other_secrets(args: Mapping[str, Any], topology: Topology) -> None:
+    """Than the engines have."""
+    for option_of_router, section, field in (
+        ("registration-token-file", "router", "token_file"),
+        ("secret-file", "security", "secret_file"),
+    ):
+        said = topology.extra_config.get(section, {}).get(field)
+        if said is not None and args.get(option_of_router, said) != said:
+            raise ConfigError(
+                f"router.args.{option_of_router}: the engines need that file, too; name it as"
+                f" extra_config.{section}.{field}, which the router gets as well"
+            )
 
 
 def _kv_role(engine: PlacedEngine, topology: Topology, shared: _Shared) -> str:

@@ -14,7 +14,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -61,6 +61,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROUTER_PATIENCE_S = 180.0
+_AFTER_DRAIN_S = 10.0
+"""For a process to end once it has nothing more to answer."""
 _LOCK = ".lock"
 KEPT_SECRET = ".secret-of-pool"
 """The name of a secret that a later ``up`` needs, too."""
@@ -245,6 +247,12 @@ class Manner:
     """Of a fleet, if engines come and go."""
 
 
+def with_drains(patience: Patience, commands: Sequence[Command]) -> Patience:
+    """No process is killed before the time is over that its own options give it to end."""
+    stop_s = max([patience.stop_s, *(command.drain_s + _AFTER_DRAIN_S for command in commands)])
+    return replace(patience, stop_s=stop_s, orphan_s=max(patience.orphan_s, stop_s))
+
+
 async def launch(
     deployment: Deployment,
     commands: Sequence[Command],
@@ -257,14 +265,14 @@ async def launch(
         ChildSpec(one.name, one.argv, one.env, answers(one.asked), responds(one.asked))
         for one in commands
     ]
-    log_dir = manner.log_dir
+    log_dir, patience = manner.log_dir, with_drains(manner.patience, commands)
     socket = socket_path(_router_port(deployment))
     started = time.monotonic()
     urls = {command.name: command.url for command in commands}
     all_up = asyncio.Event()
     loop = asyncio.get_running_loop()
     with Display(console, urls) as display:
-        supervisor = Supervisor(specs, log_dir, display.changed, all_up.set, manner.patience)
+        supervisor = Supervisor(specs, log_dir, display.changed, all_up.set, patience)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             is_ignored = signal.getsignal(number) is signal.SIG_IGN
             if number != signal.SIGHUP or not is_ignored:  # as it is under nohup

@@ -9,7 +9,6 @@ an address that no network has, in whose place the pods' environment then stands
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -19,7 +18,7 @@ import yaml
 
 from vllm_ascend_pd.cluster.commands import MASTER_PORTS, Command, make_deployment, wants_master
 from vllm_ascend_pd.cluster.machine import Machine
-from vllm_ascend_pd.cluster.placement import num_devices, option
+from vllm_ascend_pd.cluster.placement import num_devices
 from vllm_ascend_pd.cluster.restart import LASTS_S
 from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology
 from vllm_ascend_pd.config import ANYWHERE
@@ -32,8 +31,6 @@ NAME = "vllm-pd"
 SECRET_DIR = "/etc/vllm-pd/secret"
 
 _DEVICES = {"cuda": "nvidia.com/gpu", "npu": "huawei.com/Ascend910"}
-_ROUTER_DRAIN_S = 60
-"""What ``vllm-pd router`` waits for by itself."""
 _LEAVE_S = 5
 """From the pod's deletion to SIGTERM, so that routers and services know of it by then."""
 _ASKED_EVERY_S = 5
@@ -231,27 +228,12 @@ def _container(one: _Workload, topology: Topology, image: str) -> Object:
     return container
 
 
-def _drain_s(command: Command) -> int:
-    """From SIGTERM on."""
-    name = "shutdown-timeout" if command.is_engine else "drain-timeout"
-    said = option(list(command.argv), f"--{name}")
-    if said is None:
-        return _ROUTER_DRAIN_S
-    try:
-        seconds = math.ceil(float(said))
-    except (ValueError, OverflowError) as e:
-        raise ConfigError(f"{command.name}: {name} must be seconds, not {said!r}") from e
-    if seconds < 0:
-        raise ConfigError(f"{command.name}: {name} must not be negative, not {said}")
-    return seconds
-
-
 def _deployment(one: _Workload, topology: Topology, image: str) -> Object:
     role = one.command.role
     labels = {PART_OF: NAME, COMPONENT: role, "app.kubernetes.io/name": one.name}
     if one.command.is_engine:
         labels["model"] = role  # by which routers tell P from D
-    grace_s = _LEAVE_S + 15 + _drain_s(one.command)
+    grace_s = _LEAVE_S + 15 + one.command.drain_s
     pod: Object = {
         "serviceAccountName": f"{NAME}-router" if role == "router" else "default",
         "automountServiceAccountToken": role == "router",

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from vllm_ascend_pd.cluster.topology import Host, parse_cores
 from vllm_ascend_pd.errors import ConfigError
@@ -15,6 +17,9 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.registration import Role
 
 _MEMORY_OPTIONS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+_EVENTS = "--kv-events-config"
+_EVENTS_ENDPOINT = "tcp://*:5557"
+"""vLLM's own, where nothing else is said (``vllm/config/kv_events.py``)."""
 _MAX_KV_BYTES = 16 << 30
 _MIB = 1 << 20
 
@@ -118,6 +123,42 @@ def _divide_devices(
         )
 
 
+def spread_events(engines: list[PlacedEngine]) -> None:
+    """Engines of one host that would all publish their KV events at one port get ports of their
+    own. Each rank of an engine takes the next one, by vLLM's own doing."""
+    said: dict[tuple[str, str], list[PlacedEngine]] = {}
+    for engine in engines:
+        if (text := option(engine.words, _EVENTS)) is not None:
+            said.setdefault((engine.host, text), []).append(engine)
+    for (_, text), sharing in said.items():
+        if len(sharing) == 1:
+            continue
+        try:
+            config = msgspec.json.decode(text, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            continue  # vLLM says what is wrong with it
+        offset, total = 0, sum(len(engine.ranks) for engine in sharing)
+        for engine in sharing:
+            moved = msgspec.json.encode({**config, **_at_own_ports(config, offset, total)})
+            _replace_option(engine.words, _EVENTS, moved.decode())
+            offset += len(engine.ranks)
+
+
+def _at_own_ports(config: dict[str, Any], offset: int, total: int) -> dict[str, str]:
+    """Of the endpoints those with a port, so that ``total`` ports of each do not meet."""
+    ports = {}
+    for name in ("endpoint", "replay_endpoint"):
+        endpoint = config.get(name) or (_EVENTS_ENDPOINT if name == "endpoint" else "")
+        address, _, port = str(endpoint).rpartition(":")
+        if address.startswith("tcp:") and port.isdecimal():
+            ports[name] = address, int(port)
+    numbers = [number for _, number in ports.values()]
+    moved = {name: f"{address}:{number + offset}" for name, (address, number) in ports.items()}
+    if len(numbers) == 2 and abs(numbers[0] - numbers[1]) < total:
+        moved["replay_endpoint"] = f"{ports['replay_endpoint'][0]}:{max(numbers) + total + offset}"
+    return moved
+
+
 def option(words: list[str], *names: str) -> str | None:
     """The value of an option on a command line; the last one counts."""
     found = None
@@ -126,6 +167,14 @@ def option(words: list[str], *names: str) -> str | None:
         if name.replace("_", "-") in names:
             found = value if equals else words[index + 1] if index + 1 < len(words) else ""
     return found
+
+
+def _replace_option(words: list[str], said: str, by: str) -> None:
+    """Wherever it is said."""
+    for index, word in enumerate(words):
+        name, equals, _ = word.partition("=")
+        if name.replace("_", "-") == said:
+            words[index : index + (1 if equals else 2)] = [said, by]
 
 
 def num_devices(engine: str, words: list[str]) -> int:

@@ -37,13 +37,20 @@ LOCAL = "localhost"
 RESERVED = frozenset({"host", "port", "kv-transfer-config", "served-model-name", "model"})
 """Options of ``vllm serve`` that a deployment sets itself, with dashes."""
 
-_NOT_AT_HTTP_PORT = frozenset({"headless", "ssl-certfile", "ssl-keyfile", "uds"})
+_NOT_AT_HTTP_PORT = frozenset({"grpc", "headless", "ssl-certfile", "ssl-keyfile", "uds"})
 """Options of ``vllm serve`` with which a deployment's own processes cannot ask an engine."""
 _TLS = frozenset({"tls-certificate", "tls-key"})
 _JSON = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"})
 """Options, of router and engines, whose lists are one word."""
 _REPEATED = frozenset({"middleware"})
 """Options of engines that are said once for each item of a list."""
+_COMMAS = frozenset(
+    {
+        *("prefill-model-labels", "decode-model-labels"),
+        *("static-backends", "static-models", "static-model-labels"),
+    }
+)
+"""Options of a router whose lists are one word with commas."""
 _FLAGS = frozenset({"require-prefill", "allow-credentials"})
 
 Port = Annotated[int, Meta(ge=1, le=65535, description="must be within 1..65535")]
@@ -303,6 +310,8 @@ def render_router_args(args: Mapping[str, Any]) -> list[str]:
         option = option_name(key)
         if value is False:
             values = [] if option in _FLAGS else ["off"]
+        elif isinstance(value, list | tuple) and option in _COMMAS:
+            values = [",".join(map(str, value))]
         elif isinstance(value, list | tuple) and option not in _JSON:
             values = list(value)
         else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -94,6 +95,49 @@ def test_engines_that_can_do_both() -> None:
     args = {"--roles": "operator", "workers": 2}
     workers = deployment(both=[{"count": 2}], router={"args": args}).commands[-1]
     assert workers.argv.count("--roles") == 1
+
+
+EVENTS = {"enable_kv_cache_events": True, "publisher": "zmq"}
+
+
+def endpoints(commands: Sequence[Command]) -> list[tuple[str, str | None]]:
+    said = [json.loads(option(one, "--kv-events-config")) for one in commands if one.is_engine]
+    assert all(events.items() >= EVENTS.items() for events in said)
+    return [(events["endpoint"], events.get("replay_endpoint")) for events in said]
+
+
+def test_engines_of_a_host_publish_their_events_at_ports_of_their_own() -> None:
+    two = {"prefill": [{"count": 1}], "decode": [{"count": 1}]}
+    words = ["--kv_events_config", json.dumps(EVENTS)]
+    assert endpoints(deployment(**two, more_args=words).commands) == [
+        ("tcp://*:5557", None),
+        ("tcp://*:5558", None),
+    ]
+    # As the docs give it: the one range must not meet the other.
+    replayed = {**EVENTS, "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}
+    decodes = [{"count": 1, "args": {"data-parallel-size": 2}}]
+    commands = deployment(
+        prefill=[{}], decode=decodes, args={"kv-events-config": replayed}
+    ).commands
+    assert endpoints(commands) == [
+        ("tcp://*:5557", "tcp://127.0.0.1:5561"),
+        ("tcp://*:5558", "tcp://127.0.0.1:5562"),
+    ]
+    assert all(one.argv.count("--kv-events-config") == 1 for one in commands if one.is_engine)
+
+
+def test_events_that_do_not_meet_stay_where_they_were_said() -> None:
+    own = [{**EVENTS, "endpoint": f"tcp://*:{port}"} for port in (6001, 6002)]
+    groups = [[{"args": {"kv-events-config": events}}] for events in own]
+    assert endpoints(deployment(prefill=groups[0], decode=groups[1]).commands) == [
+        ("tcp://*:6001", None),
+        ("tcp://*:6002", None),
+    ]
+    apart = {**EVENTS, "endpoint": "ipc:///e", "replay_endpoint": "tcp://127.0.0.1:7000"}
+    hosts = {"a": {"address": "10.0.0.1"}, "b": {"address": "10.0.0.2"}}
+    there = {"hosts": hosts, "prefill": [{"host": "a"}], "decode": [{"host": "b"}]}
+    commands = deployment(local="a", **there, args={"kv-events-config": apart}).commands
+    assert endpoints(commands) == [("ipc:///e", "tcp://127.0.0.1:7000")] * 2
 
 
 def test_router_may_listen_at_all_addresses() -> None:

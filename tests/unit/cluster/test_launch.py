@@ -27,12 +27,15 @@ from vllm_ascend_pd.cluster.launch import (
     lock_folder,
     new_log_dir,
     report_missing,
+    with_drains,
 )
 from vllm_ascend_pd.cluster.log_rotation import Rotation
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder, keep
 from vllm_ascend_pd.cluster.up_socket import UpSocket, socket_path
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.private_file import write_private
+from vllm_ascend_pd.processes.child import Patience
+from vllm_ascend_pd.registration import Role
 
 SAID = "x" * 3000 + "\n"
 # In one call and within a page: a file is seen to grow by as much, and a log is cut behind it.
@@ -168,6 +171,19 @@ def test_what_is_told_to_try_has_the_keys_that_it_needs(
     text = str(banner(Deployment((router,), router.url), [router], "m", Path("logs"), 1.0))
     assert all(words in text for words in told), text
     assert ("Authorization" in text) is ("--api-keys-file" in options)
+
+
+def test_nothing_is_killed_before_its_own_options_end_it() -> None:
+    def patience(*commands: tuple[Role, tuple[str, ...]]) -> Patience:
+        made = [Command(role, role, "localhost", argv, {}, "http://h:1") for role, argv in commands]
+        return with_drains(Patience(stop_s=60, orphan_s=60), made)
+
+    engine: Role = "decode"
+    assert patience((engine, ("--shutdown-timeout", "30"))).stop_s == 60
+    told = patience((engine, ("--shutdown-timeout=300",)), ("prefill", ("--shutdown-timeout", "9")))
+    assert (told.stop_s, told.orphan_s) == (310, 310)
+    with pytest.raises(ConfigError, match="decode: shutdown-timeout must be seconds, not 'x'"):
+        patience((engine, ("--shutdown-timeout", "x")))
 
 
 def test_a_rolling_restart_takes_roles_in_turn(

@@ -190,6 +190,7 @@ def test_args_of_the_router_become_words_that_it_knows() -> None:
         "allowed-origins": ["https://a", "https://b"],
         "allowed_methods": '["GET"]',
         "prefill": ["http://a:1", "http://b:2"],
+        "prefill-model-labels": ["p", "q"],
         "rebalance": False,  # `off` in a file
         "workers": 2,
         "profile": None,
@@ -198,6 +199,7 @@ def test_args_of_the_router_become_words_that_it_knows() -> None:
     assert words == [
         *("--allow-credentials", "--allowed-origins", '["https://a","https://b"]'),
         *("--allowed-methods", '["GET"]', "--prefill", "http://a:1", "--prefill", "http://b:2"),
+        *("--prefill-model-labels", "p,q"),
         *("--rebalance", "off", "--workers", "2"),
     ]
     command = typer.main.get_command(router_cli.app)

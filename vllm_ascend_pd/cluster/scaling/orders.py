@@ -11,9 +11,22 @@ import msgspec
 
 from vllm_ascend_pd.cluster.commands import Programs, joining_engine
 from vllm_ascend_pd.cluster.log_rotation import Rotation
-from vllm_ascend_pd.cluster.placement import PlacedEngine, divide, num_devices, num_ranks
+from vllm_ascend_pd.cluster.placement import (
+    PlacedEngine,
+    divide,
+    num_devices,
+    num_ranks,
+    spread_events,
+)
 from vllm_ascend_pd.cluster.scaling.keeper import KeeperOrder
-from vllm_ascend_pd.cluster.topology import LOCAL, EngineGroup, Host, Topology, render_args
+from vllm_ascend_pd.cluster.topology import (
+    LOCAL,
+    EngineGroup,
+    Host,
+    Topology,
+    option_name,
+    render_args,
+)
 from vllm_ascend_pd.config import ANYWHERE
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.registration import is_loopback
@@ -83,6 +96,11 @@ def refuse_what_a_cluster_decides(topology: Topology) -> None:
             "data-parallel-size: with --ray each engine has one rank; give more engines with"
             " --max-instances"
         )
+    if any(option_name(key) == "roles" for key in topology.router.args):
+        raise ConfigError(
+            "router.args.roles: with --ray, --pd-ratio says how many engines have which role; leave"
+            " it out"
+        )
     for role, groups in topology.groups:
         for group in groups:
             if group != EngineGroup(count=group.count):
@@ -113,12 +131,14 @@ def order_engine(shared: Shared, name: str, node: Node, place: int) -> KeeperOrd
         # A later engine in this place has another name, and goes on with these files.
         folder=f"{node.address.replace(':', '-')}-{place}",
     )
-    if shared.device == "cpu":
-        neighbours = [replace(engine, env=dict(engine.env)) for _ in range(node.num_places)]
-        divide(name, Host(), neighbours, "cpu", node.machine)
-        engine = neighbours[place]
-    else:
-        divide(name, Host(), [engine], shared.device, node.machine)
+    neighbours = [
+        replace(engine, words=list(engine.words), env=dict(engine.env))
+        for _ in range(node.num_places)
+    ]
+    spread_events(neighbours)
+    engine = neighbours[place]
+    beside = neighbours if shared.device == "cpu" else [engine]
+    divide(name, Host(), beside, shared.device, node.machine)
     extra, files = _on_node(shared, name, node.address)
     topology = msgspec.structs.replace(
         shared.topology, hosts={LOCAL: Host(address=node.address)}, extra_config=extra

@@ -75,6 +75,15 @@ def test_engines_of_a_cpu_host_have_their_parts_of_it() -> None:
     assert parts[0][3] == "/there/vllm"
 
 
+def test_engines_of_a_node_publish_their_events_at_ports_of_their_own() -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": "tcp://*:5557"}
+    for_all = shared({"args": {"kv-events-config": events}})
+    there = node(num_places=2)
+    made = [order_engine(for_all, f"engine-{place}", there, place) for place in range(2)]
+    said = [json.loads(option(one.argv, "--kv-events-config")) for one in made]
+    assert [events["endpoint"] for events in said] == ["tcp://*:5557", "tcp://*:5558"]
+
+
 def test_an_engine_uses_the_accelerators_that_it_was_given() -> None:
     topology = {"args": {"tensor-parallel-size": 2}}
     there = node(machine=GPU, num_places=1)
@@ -173,6 +182,10 @@ def test_a_pool_without_mooncake_has_no_master_there(tmp_path: Path) -> None:
     [
         ({"hosts": {"a": {"address": "10.0.0.1"}}}, "hosts: with --ray the cluster says where"),
         ({"args": {"data-parallel-size": 2}}, "data-parallel-size: with --ray each engine has one"),
+        (
+            {"router": {"args": {"--roles": "auto"}}},
+            "router.args.roles: with --ray, --pd-ratio says",
+        ),
         ({"both": [{"count": 2}]}, "both: with --ray, --pd-ratio and --max-instances say how many"),
         ({"prefill": [{}, {}]}, "prefill: with --ray, --pd-ratio and --max-instances say how"),
         ({"decode": [{"args": {"max-num-seqs": 4}}]}, "decode: with --ray every engine may get"),
