@@ -32,20 +32,27 @@ from vllm_ascend_pd.router.workers.worker import CONFIG_FILE
 
 NUM_WORKERS = 3
 PATIENCE_S = 30.0
+_KEEPER = (
+    "from vllm_ascend_pd.cli.main import app; from vllm_ascend_pd.router.workers import keeper; "
+)
 
 
 class Cluster:
     """A router of several processes, a prefill and a decode engine."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, silent_s: float | None = None) -> None:
         self.prefill, self.decode = ScriptedEngine("p"), ScriptedEngine("d")
+        self._program = [str(Path(sys.executable).with_name("vllm-pd"))]
+        if silent_s is not None:
+            patience = f"keeper.SILENT_S, keeper.WATCH_S = {silent_s}, 0.1"
+            self._program = [sys.executable, "-c", f"{_KEEPER}{patience}; app()"]
         self.log = folder / "router.log"
         self.url = ""
         self.process: asyncio.subprocess.Process
         self._is_ending = False
 
     async def start(self, *options: str) -> None:
-        command = [str(Path(sys.executable).with_name("vllm-pd")), "router", "--port", "0"]
+        command = [*self._program, "router", "--port", "0"]
         command += ["--workers", str(NUM_WORKERS), "--probe-interval", "0.2", *options]
         with self.log.open("wb") as output:
             self.process = await asyncio.create_subprocess_exec(
@@ -108,8 +115,11 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(folder: Path, *, registered: bool = False) -> AsyncIterator[Cluster]:
-    c = Cluster(folder)
+async def cluster(
+    folder: Path, *, registered: bool = False, silent_s: float | None = None
+) -> AsyncIterator[Cluster]:
+    """``silent_s``: after which a worker that does not answer is started again."""
+    c = Cluster(folder, silent_s)
     for engine in (c.prefill, c.decode):
         await engine.start()
     flags = ["--prefill", c.prefill.url, "--decode", c.decode.url]
@@ -367,6 +377,22 @@ def test_operator_reaches_the_requests_of_all_workers(tmp_path: Path) -> None:
                 )
                 await operator.undo_drain(name)
                 assert await asyncio.gather(*(c.post() for _ in range(12))) == [200] * 12
+
+    run(test)
+
+
+def test_worker_that_hangs_is_started_again(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with cluster(tmp_path, silent_s=4.0) as c:
+            await c.until(lambda: len(c.worker_pids()) == NUM_WORKERS)
+            hung = c.worker_pids()[1]
+            os.kill(hung, signal.SIGSTOP)
+            await c.until(lambda: len(c.worker_pids()) == NUM_WORKERS + 1)
+            assert "worker 1: did not answer for 4 s" in c.output
+            assert not psutil.pid_exists(hung)
+            await c.restarted()
+            assert await asyncio.gather(*(c.post() for _ in range(24))) == [200] * 24
+            assert await c.metric("worker_restarts_total") == 1
 
     run(test)
 

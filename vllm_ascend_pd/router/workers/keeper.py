@@ -51,6 +51,9 @@ MIN_BACKOFF_S = 0.2
 MAX_BACKOFF_S = 10.0
 STABLE_S = 30.0
 """Who was up for so long starts again at once."""
+SILENT_S = 60.0
+"""Who does not answer its keeper for so long is started again: it answers no client either."""
+WATCH_S = 1.0
 HURRY_S = 5.0
 """Then workers that were told to hurry are killed, or have had too long to stop by themselves."""
 
@@ -86,6 +89,9 @@ class RouterWorker:
 
     async def is_up(self, group: int) -> bool:
         return self.announced
+
+    async def is_alive(self) -> bool:
+        return not self.num_silent
 
 
 class Keeper:
@@ -325,8 +331,14 @@ async def _serve(config: RouterConfig, folder: Path, on_ready: Callable[[], None
     keeper = Keeper(folder, config)
     await keeper.start()
     specs = [
-        ChildSpec(f"worker {name}", (sys.executable, "-c", _START, str(folder), name), {}, w.is_up)
-        for name, w in keeper.workers.items()
+        ChildSpec(
+            f"worker {name}",
+            (sys.executable, "-c", _START, str(folder), name),
+            {},
+            worker.is_up,
+            worker.is_alive,
+        )
+        for name, worker in keeper.workers.items()
     ]
     patience = Patience(
         stop_s=config.drain_s + HURRY_S,
@@ -336,6 +348,8 @@ async def _serve(config: RouterConfig, folder: Path, on_ready: Callable[[], None
         max_backoff_s=MAX_BACKOFF_S,
         stable_s=STABLE_S,
         probe_s=0.02,
+        watch_s=WATCH_S,
+        silent_s=SILENT_S,
     )
     supervisor = Supervisor(specs, None, keeper.changed, on_ready, patience)
     for number in (signal.SIGTERM, signal.SIGINT):
