@@ -145,12 +145,14 @@ def spread_events(engines: list[PlacedEngine]) -> None:
 
 
 def _at_own_ports(config: dict[str, Any], offset: int, total: int) -> dict[str, str]:
-    """Of the endpoints those with a port, so that ``total`` ports of each do not meet."""
+    """Of the endpoints those at which vLLM listens, so that ``total`` ports of each do not meet.
+    It connects to an ``endpoint`` that names an address."""
     ports = {}
     for name in ("endpoint", "replay_endpoint"):
         endpoint = config.get(name) or (_EVENTS_ENDPOINT if name == "endpoint" else "")
         address, _, port = str(endpoint).rpartition(":")
-        if address.startswith("tcp:") and port.isdecimal():
+        listens = name == "replay_endpoint" or "*" in address or "::" in address
+        if listens and address.startswith("tcp:") and port.isdecimal():
             ports[name] = address, int(port)
     numbers = [number for _, number in ports.values()]
     moved = {name: f"{address}:{number + offset}" for name, (address, number) in ports.items()}

@@ -126,6 +126,14 @@ def test_engines_of_a_host_publish_their_events_at_ports_of_their_own() -> None:
     assert all(one.argv.count("--kv-events-config") == 1 for one in commands if one.is_engine)
 
 
+def test_who_collects_the_events_of_all_engines_is_where_it_is() -> None:
+    collected = {**EVENTS, "endpoint": "tcp://10.0.0.9:5557"}
+    assert (
+        endpoints(deployment(args={"kv-events-config": collected}).commands)
+        == [("tcp://10.0.0.9:5557", None)] * 2
+    )
+
+
 def test_events_that_do_not_meet_stay_where_they_were_said() -> None:
     own = [{**EVENTS, "endpoint": f"tcp://*:{port}"} for port in (6001, 6002)]
     groups = [[{"args": {"kv-events-config": events}}] for events in own]
