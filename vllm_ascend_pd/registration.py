@@ -213,6 +213,12 @@ def _check_endpoints(events: KVEvents) -> None:
             raise ConfigError(f"kv_events {endpoint!r}: {e}") from e
 
 
+def default_id(url: str) -> str:
+    """``host:port``, with which people find the engine; an id begins with no colon."""
+    found = urlsplit(url).netloc.replace("[", "").replace("]", "").replace("%", "-")
+    return f"0{found}" if found.startswith(":") else found
+
+
 def name_of_rank(name: str, rank: int | None) -> str:
     """The instance id of a data parallel rank of the engine of that name."""
     return name if rank is None else f"{name}-dp{rank}"

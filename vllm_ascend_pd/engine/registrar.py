@@ -119,8 +119,7 @@ class Registrar(threading.Thread):
         assert config.url is not None
         registration.decode(msgspec.json.encode(description))
         self.state = RegistrarState.NEW
-        own = urlsplit(description.url).netloc.replace("[", "").replace("]", "")
-        name = config.instance_id or (f"0{own}" if own.startswith(":") else own)
+        name = config.instance_id or registration.default_id(description.url)
         self.instance_id = registration.name_of_rank(name, description.data_parallel_rank)
         registration.check_instance_id(self.instance_id)
         self.router = config.url.rstrip("/")

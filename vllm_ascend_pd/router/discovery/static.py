@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -15,6 +14,7 @@ from vllm_ascend_pd.registration import (
     KVEvents,
     check_instance_id,
     check_url,
+    default_id,
     name_of_rank,
 )
 from vllm_ascend_pd.router.instances import InstanceSpec
@@ -55,12 +55,6 @@ class InstancesFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``{"instances": [{"url": ..., "role": "prefill"}, ...]}``"""
 
     instances: list[FileInstance]
-
-
-def default_id(url: str) -> str:
-    """``host:port``, with which people find the engine; an id begins with no colon."""
-    found = urlsplit(url).netloc.replace("[", "").replace("]", "").replace("%", "-")
-    return f"0{found}" if found.startswith(":") else found
 
 
 class StaticDiscovery:
