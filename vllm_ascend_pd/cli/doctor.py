@@ -72,7 +72,6 @@ def doctor(
     from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict, exit_code
     from vllm_ascend_pd.cluster.up_socket import operator_token
     from vllm_ascend_pd.errors import ConfigError
-    from vllm_ascend_pd.private_file import read_token
 
     for name, urls in (
         ("--router", [router] if router else []),
@@ -82,15 +81,8 @@ def doctor(
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise typer.BadParameter(f"{url!r} is not http://HOST:PORT", param_hint=name)
-    keys: list[str | None] = [None]
-    for name, path in (
-        ("--api-key-file", api_key_file),
-        ("--engine-api-key-file", engine_api_key_file),
-    ):
-        try:
-            keys.append(read_token(name, str(path)) if path else keys[-1])
-        except ConfigError as e:
-            raise typer.BadParameter(str(e), param_hint=name) from e
+    key = _read_key("--api-key-file", api_key_file)
+    engine_key = _read_key("--engine-api-key-file", engine_api_key_file) or key
     plan_of = None
     if config is not None:
         try:
@@ -113,8 +105,8 @@ def doctor(
         prefill=tuple(prefill or ()),
         decode=tuple(decode or ()),
         topology=plan_of,
-        api_key=keys[1],
-        engine_api_key=keys[2],
+        api_key=key,
+        engine_api_key=engine_key,
         token=token,
         measure=measure,
         ascend=ascend,
@@ -126,3 +118,13 @@ def doctor(
         count = {v: sum(f.verdict is v for f in findings) for v in reversed(Verdict)}
         console.print(", ".join(f"{number} {v.value}" for v, number in count.items() if number))
     sys.exit(exit_code(findings))
+
+
+def _read_key(name: str, path: Path | None) -> str | None:
+    from vllm_ascend_pd.errors import ConfigError
+    from vllm_ascend_pd.private_file import read_token
+
+    try:
+        return read_token(name, str(path)) if path else None
+    except ConfigError as e:
+        raise typer.BadParameter(str(e), param_hint=name) from e
