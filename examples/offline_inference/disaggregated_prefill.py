@@ -17,14 +17,18 @@ been run on such hardware yet.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
 import shutil
+import signal
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -38,6 +42,8 @@ PATIENT = {"lease_s": 300, "peer_timeout_s": 60, "step_load_timeout_s": 60}
 """What a machine that is slow or busy needs; the defaults are for a service, where others wait."""
 WORKER_BYTES = 400 << 20
 """Of /dev/shm, which vLLM wants for a worker process. Containers have 64 MiB unless told."""
+SENTENCE_TOKENS = 20
+"""At most, of a sentence of the long prompt."""
 STOP_S = 120.0
 """What an engine has to end in; on a slow or busy machine vLLM's own 5 s are not enough."""
 
@@ -56,13 +62,15 @@ class Answer:
 def serve(
     pipe: Connection, options: argparse.Namespace, transfer: dict[str, Any] | None, device: int
 ) -> None:
-    """One engine: answers (prompt, max_tokens, kv_transfer_params) until None comes."""
+    """One engine: answers (prompt, max_tokens, kv_transfer_params) until None comes, or nobody is
+    left who asks."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what it has started ends, too
     if options.device in VISIBLE_DEVICES:  # read when the engine's libraries are loaded
         os.environ[VISIBLE_DEVICES[options.device]] = str(device)
     has_worker = shutil.disk_usage("/dev/shm").free >= WORKER_BYTES
     if not has_worker:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.config import KVTransferConfig
 
     kv_transfer_config = None
@@ -70,7 +78,7 @@ def serve(
         kv_transfer_config = KVTransferConfig(
             kv_connector="InEngine",
             kv_port=0,
-            kv_connector_extra_config={"transfer": json.loads(options.transfer)},
+            kv_connector_extra_config={"transfer": options.transfer},
             **transfer,
         )
     llm = LLM(
@@ -84,6 +92,17 @@ def serve(
         distributed_executor_backend=None if has_worker else "uni",
         **({"gpu_memory_utilization": 0.3} if options.one_device else {}),
     )
+    try:
+        with suppress(EOFError, ConnectionError):
+            answer(pipe, llm)
+    finally:
+        # The end of a multiprocessing child awaits the engine's processes, which nobody else stops.
+        llm.llm_engine.engine_core.shutdown(timeout=STOP_S)
+
+
+def answer(pipe: Connection, llm: Any) -> None:
+    from vllm import SamplingParams
+
     pipe.send("ready")
     while (job := pipe.recv()) is not None:
         prompt, max_tokens, params = job
@@ -94,16 +113,15 @@ def serve(
             extra_args={"kv_transfer_params": params} if params else None,
         )
         [output] = llm.generate([prompt], sampling, use_tqdm=False)
-        answer = Answer(
-            text=output.outputs[0].text,
-            token_ids=list(output.outputs[0].token_ids),
-            num_prompt_tokens=len(output.prompt_token_ids or ()),
-            ttft_ms=output.metrics.first_token_latency * 1000,
-            kv_transfer_params=output.kv_transfer_params or {},
+        pipe.send(
+            Answer(
+                text=output.outputs[0].text,
+                token_ids=list(output.outputs[0].token_ids),
+                num_prompt_tokens=len(output.prompt_token_ids or ()),
+                ttft_ms=output.metrics.first_token_latency * 1000,
+                kv_transfer_params=output.kv_transfer_params or {},
+            )
         )
-        pipe.send(answer)
-    # A multiprocessing child ends without the finalizers that would stop the engine's processes.
-    llm.llm_engine.engine_core.shutdown(timeout=STOP_S)
 
 
 class Engine:
@@ -161,9 +179,12 @@ def stop(engines: list[Engine]) -> None:
     engines.clear()
 
 
-def long_prompt() -> str:
-    """Several thousand tokens of numbered sentences."""
-    return " ".join(f"This is sentence {i} of a long story about a journey." for i in range(320))
+def long_prompt(max_tokens: int) -> str:
+    """Several thousand tokens of numbered sentences, but no more than so many."""
+    num_sentences = min(320, max_tokens // SENTENCE_TOKENS)
+    return " ".join(
+        f"This is sentence {i} of a long story about a journey." for i in range(num_sentences)
+    )
 
 
 def hand_over(
@@ -220,13 +241,39 @@ def compare(answers: list[Answer], expected: list[Answer]) -> bool:
     for number, (ours, single) in enumerate(zip(answers, expected, strict=True)):
         if ours.token_ids != single.token_ids:
             equal = False
-            first = next(
-                i
-                for i, pair in enumerate(zip(ours.token_ids, single.token_ids, strict=False))
-                if pair[0] != pair[1]
-            )
+            pairs = enumerate(zip_longest(ours.token_ids, single.token_ids))
+            first = next(i for i, (mine, theirs) in pairs if mine != theirs)
             print(f"prompt {number}: DIFFERENT from output token {first} on", flush=True)
     return equal
+
+
+def model(told: str) -> str:
+    """A folder that is there, or a name."""
+    is_path = told.startswith((".", "/", "~")) or told.count("/") > 1
+    if is_path and not Path(told).is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {told}")
+    return told
+
+
+def json_object(told: str) -> dict[str, Any]:
+    try:
+        value = json.loads(told)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f"this is no JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"give a JSON object, such as {json.dumps(PATIENT)}")
+    return value
+
+
+def refuse_unpatched_engine() -> None:
+    """Before an engine is started for nothing."""
+    from vllm_ascend_pd.cluster import launch
+    from vllm_ascend_pd.errors import ConfigError
+
+    try:
+        asyncio.run(launch.refuse_unpatched_engine())
+    except ConfigError as e:
+        sys.exit(f"error: {e}")
 
 
 def main() -> None:
@@ -235,7 +282,12 @@ def main() -> None:
         epilog=__doc__.partition("\n\n")[2],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--model", required=True, help="model folder or name")
+    parser.add_argument(
+        "--model",
+        required=True,
+        type=model,
+        help="model folder, or a name that was downloaded before (HF_HUB_OFFLINE=0 downloads it)",
+    )
     parser.add_argument(
         "--device",
         choices=["cpu", *VISIBLE_DEVICES],
@@ -252,6 +304,7 @@ def main() -> None:
     parser.add_argument(
         "--transfer",
         default=json.dumps(PATIENT),
+        type=json_object,
         metavar="JSON",
         help="options of kv_connector_extra_config.transfer (default: %(default)s)",
     )
@@ -261,10 +314,19 @@ def main() -> None:
     options = parser.parse_args()
     if options.max_tokens < 2:
         parser.error("--max-tokens: the first token is the producer's; the consumer needs 2")
+    num_left = options.max_model_len - options.max_tokens
+    if num_left < SENTENCE_TOKENS:
+        parser.error(
+            f"--max-model-len {options.max_model_len} leaves no room for a prompt: give"
+            f" {options.max_tokens + SENTENCE_TOKENS} or more, or fewer --max-tokens"
+        )
+    if options.kv_cache_mb < 1:
+        parser.error("--kv-cache-mb: give 1 or more")
+    refuse_unpatched_engine()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS", str(int(STOP_S)))
-    run(options, [*PROMPTS, long_prompt()])
+    run(options, [*PROMPTS, long_prompt(num_left)])
 
 
 def run(options: argparse.Namespace, prompts: list[str]) -> None:

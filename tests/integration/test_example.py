@@ -6,19 +6,26 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.zygote import forking_plugin
+from vllm_ascend_pd.cluster.doctor.findings import Finding, fail
+from vllm_ascend_pd.cluster.doctor.host import Patches
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples/offline_inference"
 EXAMPLE = EXAMPLES / "disaggregated_prefill.py"
+PATIENCE_S = 100.0
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 """Each process of an engine would import vLLM again."""
 
@@ -90,6 +97,168 @@ def test_each_prompt_is_handed_over_before_the_next_is_computed(
         with pytest.raises(SystemExit, match="1 of 2 prompts were not handed over"):
             example.run(options, ["a", "b"])
     assert asked == [(name, prompt) for prompt in "ab" for name in ("producer", "consumer")]
+
+
+NO_ENGINE = """
+import multiprocessing, time
+from types import SimpleNamespace
+
+SamplingParams = SimpleNamespace
+
+
+class LLM:
+    def __init__(self, kv_transfer_config, **options):
+        self.role = kv_transfer_config.kv_role
+        self.core = multiprocessing.Process(target=time.sleep, args=(600,))
+        self.core.start()
+        self.llm_engine = SimpleNamespace(engine_core=self)
+        try:
+            self.start()
+        except BaseException:
+            self.shutdown(None)
+            raise
+
+    def start(self):
+        pass
+
+    def shutdown(self, timeout):
+        self.core.terminate()
+        self.core.join(timeout)
+
+    def generate(self, *args, **options):
+        raise ValueError("no engine answers this")
+"""
+"""In the place of vLLM: a process beside it has to be stopped, as that of an engine."""
+FAILS_AT_ITS_START = """
+    def start(self):
+        if self.role == "kv_producer":
+            raise ValueError("there is no room")
+        time.sleep(600)
+"""
+ANSWERS_TOO_LATE = """
+    def generate(self, *args, **options):
+        multiprocessing.parent_process().join()
+        metrics = SimpleNamespace(first_token_latency=1.0)
+        answers = [SimpleNamespace(text="", token_ids=[1])]
+        return [
+            SimpleNamespace(
+                outputs=answers, prompt_token_ids=[1], metrics=metrics, kv_transfer_params={}
+            )
+        ]
+"""
+MAIN = """
+import sys
+import disaggregated_prefill as example
+example.refuse_unpatched_engine = lambda: None
+example.STOP_S = 1.0
+example.main()
+"""
+
+
+@contextmanager
+def without_engines(folder: Path, more: str = "") -> Iterator[subprocess.Popen[str]]:
+    """The example. Its output ends when the last of its processes has."""
+    (folder / "vllm").mkdir()
+    (folder / "vllm/__init__.py").write_text(NO_ENGINE + more)
+    (folder / "vllm/config.py").write_text(
+        "from types import SimpleNamespace\nKVTransferConfig = SimpleNamespace\n"
+    )
+    path = os.pathsep.join([str(folder), str(EXAMPLES), str(EXAMPLES.parents[1])])
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAIN, "--model", "tiny"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_engine_that_refuses_a_prompt_leaves_no_process(tmp_path: Path) -> None:
+    with without_engines(tmp_path) as process:
+        told, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 1
+    assert "ValueError: no engine answers this" in told
+    assert "error: the producer engine ended; its messages are above" in told
+
+
+def test_engine_that_does_not_start_takes_the_other_one_with_it(tmp_path: Path) -> None:
+    with without_engines(tmp_path, FAILS_AT_ITS_START) as process:
+        told, _ = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 1
+    assert "ValueError: there is no room" in told
+    assert "error: the producer engine ended; its messages are above" in told
+
+
+def test_engines_end_with_the_process_that_asks_them(tmp_path: Path) -> None:
+    with without_engines(tmp_path, ANSWERS_TOO_LATE) as process:
+        assert process.stdout is not None
+        assert any("consumer engine ready" in line for line in process.stdout)
+        process.kill()
+        told, _ = process.communicate(timeout=PATIENCE_S)
+    assert "Traceback" not in told
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--model", "/no/such/folder"], "there is no folder /no/such/folder"),
+        (["--model", "models/of/mine"], "there is no folder models/of/mine"),
+        (["--transfer", "{"], "--transfer: this is no JSON"),
+        (["--transfer", "[]"], "--transfer: give a JSON object"),
+        (["--max-tokens", "1"], "--max-tokens"),
+        (["--max-model-len", "51"], "--max-model-len 51 leaves no room for a prompt: give 52"),
+        (["--kv-cache-mb", "0"], "--kv-cache-mb: give 1 or more"),
+    ],
+)
+def test_option_that_cannot_be_is_refused_before_an_engine_starts(
+    example: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    told: str,
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["example", "--model", "tiny", *options])
+    monkeypatch.setattr(example, "run", None)
+    monkeypatch.setattr(example, "refuse_unpatched_engine", None)
+    with pytest.raises(SystemExit, match="2"):
+        example.main()
+    assert told in capsys.readouterr().err
+
+
+def test_engine_without_the_patches_is_refused_with_the_command_that_mends_it(
+    example: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run(_: Patches) -> list[Finding]:
+        return [fail("patches", "vllm-0.30.0: pristine", "python apply_patches.py apply")]
+
+    monkeypatch.setattr(Patches, "run", run)
+    monkeypatch.setattr(example, "run", None)
+    monkeypatch.setattr(sys, "argv", ["example", "--model", "tiny"])
+    with pytest.raises(SystemExit, match="pristine; fix: python apply_patches"):
+        example.main()
+
+
+@pytest.mark.parametrize("max_tokens", [20, 1016, 8160])
+def test_long_prompt_has_room(example: ModuleType, tmp_path: Path, max_tokens: int) -> None:
+    tokenizer = Tokenizer.from_file(str(make_tiny_model(tmp_path).path / "tokenizer.json"))
+    num_tokens = len(tokenizer.encode(example.long_prompt(max_tokens)).ids)
+    assert min(max_tokens, 6000) / 2 < num_tokens <= max_tokens
+
+
+def test_answer_that_is_shorter_differs_where_it_ends(
+    example: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    longer = example.Answer("text", [1, 2, 3], 300, 5.0)
+    assert not example.compare([answer(example, None)], [longer])
+    assert "prompt 0: DIFFERENT from output token 2 on" in capsys.readouterr().out
+    assert example.compare([longer], [longer])
 
 
 def run_example(
