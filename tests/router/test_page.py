@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.router.broken_streams import PATIENT
-from tests.router.harness import FAST, deployed, run
+from tests.router.harness import FAST, deployed, run, until
 from tests.router.moving import SLOW, Client, move
 from vllm_ascend_pd.router.bodies import COMPLETIONS, Body, parse
 from vllm_ascend_pd.router.config import Retries
@@ -62,6 +62,23 @@ def test_page_shows_instances_requests_and_errors(tmp_path: Path) -> None:
             counts = re.search(r'id="counts">(.*?)</tr>', dom)
             assert counts is not None
             assert '<td class="n">1</td>' in counts[1]
+
+    run(test)
+
+
+@needs_browser
+def test_page_shows_instances_that_are_out_before_the_others(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with deployed(2, 2) as d:
+            await d.prefills[1].stop()
+            out = f"127.0.0.1:{d.prefills[1].port}"
+            breaker = d.router.registry.get(out).breaker
+            await until(lambda: not breaker.closed, "the engine is out")
+            dom = await rendered(f"{d.url}/", tmp_path / "profile")
+            assert 'Instances<span id="ready">: 3 of 4 ready</span>' in dom
+            rest = [d.prefills[0], *d.decodes]
+            names = [out, *(f"127.0.0.1:{engine.port}" for engine in rest)]
+            assert re.findall(r"<tr><td>(127[^<]*)</td>", dom)[:4] == names
 
     run(test)
 
