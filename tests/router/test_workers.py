@@ -24,6 +24,7 @@ import pytest
 from tests.router.harness import run
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
+from vllm_ascend_pd.backends.socket_folder import SocketFolder
 from vllm_ascend_pd.cluster.machine import answers
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.operating import MoveOrder
@@ -277,9 +278,12 @@ def test_workers_end_with_their_keeper(tmp_path: Path) -> None:
     async def test() -> None:
         async with cluster(tmp_path) as c:
             workers = [psutil.Process(pid) for pid in c.worker_pids()]
+            *_, folder, _ = workers[0].cmdline()
             c.process.kill()
             await c.process.wait()
             await c.until(lambda: not [w for w in workers if w.is_running()])
+            SocketFolder().remove()  # as the next engine or router of this host makes one
+            assert not Path(folder).exists()
 
     run(test)
 

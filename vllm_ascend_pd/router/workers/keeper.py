@@ -17,16 +17,15 @@ import asyncio
 import logging
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
+from vllm_ascend_pd.backends.socket_folder import SocketFolder
 from vllm_ascend_pd.processes.child import Child, ChildSpec, Patience, State
 from vllm_ascend_pd.processes.supervisor import Supervisor
 from vllm_ascend_pd.router.config import pack
@@ -38,6 +37,7 @@ from vllm_ascend_pd.router.workers.worker import CONFIG_FILE, KEEPER_SOCKET, Reg
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from vllm_ascend_pd.router.config import RouterConfig
 
@@ -298,7 +298,6 @@ async def _ask(worker: RouterWorker, method: str, path: str, body: bytes) -> lis
         return msgspec.json.decode(await response.read(), type=list[msgspec.Raw])
 
 
-_MAX_ROOT = 60
 _ONE_RESTART = Snapshot(counters={"worker_restarts": [((), 1.0)]})
 
 
@@ -311,19 +310,14 @@ def serve(config: RouterConfig, on_ready: Callable[[str], None]) -> None:
     """
     if config.port:
         bind(config.host, config.port).close()  # sharing alone would join another router's workers
-    with (
-        bind(config.host, config.port, shared=True) as sock,  # keeps the port for the workers
-        tempfile.TemporaryDirectory(prefix="vllm-pd-router-", dir=_root()) as folder,
-    ):
+    with bind(config.host, config.port, shared=True) as sock:  # keeps the port for the workers
         shared = replace(config, port=sock.getsockname()[1])
         url = url_of(config, sock)
-        asyncio.run(_serve(shared, Path(folder), lambda: on_ready(url)))
-
-
-def _root() -> str:
-    """Where the path of a socket is not too long."""
-    root = tempfile.gettempdir()
-    return root if len(root) <= _MAX_ROOT else "/tmp"
+        folder = SocketFolder()
+        try:
+            asyncio.run(_serve(shared, folder.path, lambda: on_ready(url)))
+        finally:
+            folder.remove()
 
 
 async def _serve(config: RouterConfig, folder: Path, on_ready: Callable[[], None]) -> None:
