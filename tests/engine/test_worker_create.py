@@ -26,6 +26,7 @@ from tests.engine.test_device_caches import (
     content,
 )
 from tests.unit.backends.native_mooncake import NativeEngine
+from vllm_ascend_pd import hooks
 from vllm_ascend_pd.backends import mooncake_engine
 from vllm_ascend_pd.backends.block_copy import BlockCopier
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
@@ -340,3 +341,14 @@ def test_pool_is_given_the_engine_of_the_transfers(make_host: Callable[[], Host]
     assert host.device.knows(slots.region.base, slots.region.size)
     slots.close()
     assert [call[3] for call in host.native.calls if call[0] == "initialize"] == ["ascend"]
+
+
+def test_second_engine_of_a_process_is_refused_with_the_ways_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of two ``LLM`` in a script with VLLM_ENABLE_V1_MULTIPROCESSING=0."""
+    monkeypatch.setattr(hooks, "worker", object())
+    with pytest.raises(ConfigError, match="has an engine with kv_connector InEngine already") as e:
+        side.create(None, None, {})  # type: ignore[arg-type]
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING=0" in str(e.value)
+    assert "shutdown()" in str(e.value)

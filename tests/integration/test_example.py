@@ -287,7 +287,7 @@ def test_leases_that_run_out_fail_the_example_although_all_tokens_are_right(tmp_
 @pytest.mark.engine
 @pytest.mark.timeout(1600)
 def test_answers_that_were_interrupted_go_on_at_another_engine(tmp_path: Path) -> None:
-    done = run_example(EXAMPLES / "resume.py", tmp_path, "--max-tokens", "16", **IN_PROCESS)
+    done = run_example(EXAMPLES / "resume.py", tmp_path, "--max-tokens", "16")
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.count(": equal") == 9
     assert "verified: 9 answers are those of one engine" in done.stdout

@@ -8,7 +8,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd import envs
+from vllm_ascend_pd import envs, hooks
 from vllm_ascend_pd.backends.block_copy import WorkerPages
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.direct_placement import page_regions
@@ -65,7 +65,17 @@ logger = logging.getLogger(__name__)
 def create(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, torch.Tensor]
 ) -> WorkerSide:
-    """Open the transfer engine, register the staging memory, start the threads of the role."""
+    """Open the transfer engine, register the staging memory, start the threads of the role.
+
+    Raises:
+        ConfigError: an option cannot be, or this process has a worker side already.
+    """
+    if hooks.active():  # what steps of either engine load and save would be that one's pages
+        raise ConfigError(
+            "this process has an engine with kv_connector InEngine already. Leave out"
+            " VLLM_ENABLE_V1_MULTIPROCESSING=0, and each engine has a process of its own; or end"
+            " the other one first, by llm.llm_engine.engine_core.shutdown()"
+        )
     adopt_engine_logging()
     shorten_turns()
     sleep_where_cores_are_few(vllm_config.parallel_config.world_size)
