@@ -71,7 +71,7 @@ def was_over(end: Any) -> bool:
 
 
 def main() -> None:
-    options = parse_options(__doc__, max_tokens=120)
+    options = parse_options(__doc__, max_tokens=120, least=2)
     first, second = make_engines(options)
     at, failed = source_of(first), 0
     for name, sampling in SAMPLING.items():

@@ -18,6 +18,8 @@ from typing import Any
 from two_engines import SAMPLING, STOP_S, make_engines, parse_options
 
 PROMPTS = ["Hello, my name is", "Tell me a very long story", "One, two, three, four, five,"]
+NUM_THERE = [2, 7, 12]
+"""Tokens of each answer before it is interrupted."""
 
 
 def answer(llm: Any, prompt: str, sampling: dict[str, Any], num_tokens: int) -> tuple[Any, Any]:
@@ -44,13 +46,13 @@ def go_on(llm: Any, prompt: str, sampling: dict[str, Any], begun: tuple[Any, Any
 
 
 def main() -> None:
-    options = parse_options(__doc__, max_tokens=24)
+    options = parse_options(__doc__, max_tokens=24, least=1 + NUM_THERE[-1])
     first, second = make_engines(options)
     num_different = 0
     for name, sampling in SAMPLING.items():
         sampling = {**sampling, "max_tokens": options.max_tokens}
-        for number, prompt in enumerate(PROMPTS):
-            begun = answer(first, prompt, sampling, 2 + 5 * number)
+        for num_there, prompt in zip(NUM_THERE, PROMPTS, strict=True):
+            begun = answer(first, prompt, sampling, num_there)
             tokens = go_on(second, prompt, sampling, begun)
             _, expected = answer(first, prompt, sampling, options.max_tokens)
             is_equal = tokens == expected

@@ -19,14 +19,18 @@ STOP_S = 120.0
 """What an engine has to end in; on a slow or busy machine vLLM's own 5 s are not enough."""
 
 
-def parse_options(description: str, max_tokens: int) -> argparse.Namespace:
+def parse_options(description: str, max_tokens: int, least: int) -> argparse.Namespace:
+    """``least``: tokens of an answer of which each engine gives a part."""
     parser = argparse.ArgumentParser(description=description.partition("\n\n")[0])
     parser.add_argument("--model", required=True, help="model folder or name")
     parser.add_argument(
         "--max-tokens", type=int, default=max_tokens, help="of an answer (default: %(default)s)"
     )
     parser.add_argument("--kv-cache-mb", type=int, default=256, help="KV cache of each engine")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.max_tokens < least:
+        parser.error(f"--max-tokens: give {least} or more, for each engine gives a part of them")
+    return options
 
 
 def make_engines(options: argparse.Namespace) -> tuple[Any, Any]:

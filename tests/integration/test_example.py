@@ -232,6 +232,14 @@ def test_option_that_cannot_be_is_refused_before_an_engine_starts(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "least"), [("resume.py", 13), ("move.py", 2)])
+def test_answer_too_short_for_two_engines_is_refused(name: str, least: int) -> None:
+    command = [sys.executable, str(EXAMPLES / name), "--model", "m", "--max-tokens"]
+    done = subprocess.run([*command, str(least - 1)], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"--max-tokens: give {least} or more" in done.stderr
+
+
 def test_engine_without_the_patches_is_refused_with_the_command_that_mends_it(
     example: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
