@@ -156,6 +156,20 @@ def test_options_that_cannot_work_are_named(model: str, options: list[str], mess
         configure(model, *options)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "data"])
+def test_schedulers_of_several_workers_are_refused(
+    moe: str, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of which each would hear at another time that KV has come. One worker has one scheduler."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # vLLM does so for good
+    monkeypatch.setenv("RANK", "0")
+    launcher = "--distributed-executor-backend=external_launcher"
+    with pytest.raises(ValueError, match="leave out --distributed-executor-backend") as refused:
+        configure(moe, launcher, f"--{kind}-parallel-size=2")
+    assert "context parallel" not in str(refused.value)
+    configure(moe, launcher)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_place_among_the_connectors_of_another_is_refused(
     model: str, monkeypatch: pytest.MonkeyPatch, depth: int

@@ -93,7 +93,10 @@ class _Speculative:
             },
             "several KV cache groups with pipeline",
         ),
-        ({"vllm_config__parallel_config__world_size": 2}, "prefill context parallel"),
+        (
+            {"vllm_config__parallel_config__prefill_context_parallel_size": 2},
+            "prefill context parallel",
+        ),
         (
             {"vllm_config__parallel_config__enable_fault_tolerance": True},
             "fault tolerance",

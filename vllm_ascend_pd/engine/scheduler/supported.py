@@ -89,7 +89,15 @@ def check_config(config: VllmConfig) -> None:
             ),
         ),
         (
-            parallel.world_size > parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            parallel.distributed_executor_backend == "external_launcher"
+            and parallel.world_size > 1,
+            (
+                "workers with schedulers of their own, which would have to decide alike whenever KV"
+                " comes (leave out --distributed-executor-backend external_launcher)"
+            ),
+        ),
+        (
+            parallel.prefill_context_parallel_size > 1,
             "prefill context parallel sizes above 1",
         ),
         (

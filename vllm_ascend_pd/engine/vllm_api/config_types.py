@@ -81,6 +81,7 @@ class ParallelConfig(Protocol):
     world_size: int
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    prefill_context_parallel_size: int
     data_parallel_size: int
     data_parallel_size_local: int
     data_parallel_index: int
@@ -88,6 +89,7 @@ class ParallelConfig(Protocol):
     data_parallel_external_lb: bool
     data_parallel_hybrid_lb: bool
     decode_context_parallel_size: int
+    distributed_executor_backend: Any
     enable_elastic_ep: bool
     enable_fault_tolerance: bool
 
