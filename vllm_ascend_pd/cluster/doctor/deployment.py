@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.cluster.commands import MASTER_PORTS, has_mooncake, place, wants_master
-from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
+from vllm_ascend_pd.cluster.doctor.engines import not_applicable
+from vllm_ascend_pd.cluster.doctor.findings import (
+    Finding,
+    Verdict,
+    fail,
+    ok,
+    reason_of,
+    skipped,
+    warn,
+)
 from vllm_ascend_pd.cluster.placement import http_url
 from vllm_ascend_pd.config import ETCD
 from vllm_ascend_pd.registration import name_of_rank
@@ -83,12 +92,13 @@ class Complete:
             findings.append(fail(self.name, found, fix))
         wanted = {e.name for e in self._expected}
         wanted |= {e.url for e in self._expected if e.url}
+        findings += not_applicable(self.name, self._listed)
         for other in self._listed:
-            if other.name not in wanted and other.url not in wanted:
+            if other.generates and other.name not in wanted and other.url not in wanted:
                 fix = "stop it, or add it to the topology"
                 found = f"the router knows {other} at {other.url}, which the topology has not"
                 findings.append(warn(self.name, found, fix))
-        if not findings:
+        if all(finding.verdict is Verdict.SKIPPED for finding in findings):
             found = f"the router knows all {len(self._expected)} engines"
             findings.append(ok(self.name, found, num_engines=len(self._expected)))
         return findings

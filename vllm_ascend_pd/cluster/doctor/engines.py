@@ -97,6 +97,8 @@ class Engine:
     """All names that it serves: that one's others, and adapters."""
     is_router: bool = False
     max_model_len: int = 0
+    generates: bool = True
+    """Not a pooling model, which embeds, scores or classifies and has no part in P/D."""
     info: dict[str, str] = field(default_factory=dict)
     """Labels of ``vllm:pd_engine_info``."""
 
@@ -126,6 +128,11 @@ class Web:
         async with self._session.get(url, timeout=_TIMEOUT) as response:
             response.raise_for_status()
             return await response.text()
+
+    async def has_route(self, url: str) -> bool:
+        """Whether anything can be asked there, by whatever method."""
+        async with self._session.get(url, timeout=_TIMEOUT) as response:
+            return response.status != 404
 
     async def json(self, url: str) -> Any:
         """The body of a 200 as a value."""
@@ -213,6 +220,7 @@ async def ask(web: Web, engine: Engine) -> None:
         engine.models = frozenset(str(model["id"]) for model in models)
         model = models[0]
         engine.model, engine.max_model_len = str(model["id"]), int(model["max_model_len"])
+        engine.generates = await web.has_route(f"{engine.url}/v1/completions")
         page = await web.text(f"{engine.url}/metrics")
         engine.info, engine.is_router = find_info(page, engine.rank), _OF_ROUTERS in page
     except (*ERRORS, KeyError, IndexError, TypeError) as e:
@@ -232,6 +240,12 @@ def find_info(page: str, rank: int | None = None) -> dict[str, str]:
 
 def _is_of(labels: Mapping[str, str], rank: int | None) -> bool:
     return rank is None or labels.get("engine") == str(rank)
+
+
+def not_applicable(check: str, engines: Iterable[Engine]) -> list[Finding]:
+    """What a check of P/D says of pooling models."""
+    pooling = [engine for engine in engines if not engine.error and not engine.generates]
+    return [skipped(check, f"{engine}: not applicable: pooling model") for engine in pooling]
 
 
 def by_model(engines: Sequence[Engine]) -> dict[str, list[Engine]]:
@@ -259,7 +273,7 @@ class Reachable:
             else:
                 found = f"{engine}: vLLM {engine.version} serves {engine.model}"
                 findings.append(ok(self.name, found, url=engine.url, version=engine.version))
-        models = by_model([engine for engine in self._engines if not engine.error])
+        models = by_model([one for one in self._engines if one.generates and not one.error])
         for model, of_model in (models or {"": []}).items():
             for role in ("prefill", "decode"):
                 if not any(engine.role in (role, "both") for engine in of_model):
@@ -293,6 +307,11 @@ class InEngine:
         if engine.is_router:
             found = f"{engine} is a router, not an engine: it drops kv_transfer_params"
             return fail(self.name, found, "give the URLs of the engines behind it")
+        if not engine.generates:
+            if engine.role == "both":
+                return not_applicable(self.name, [engine])[0]
+            found = f"{engine} has a pooling model: used for {engine.role} it counts as degraded"
+            return warn(self.name, found, "give it the role both (docs/router.md)")
         if not engine.info:
             return fail(
                 self.name,

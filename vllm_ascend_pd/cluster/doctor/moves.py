@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import aiohttp
 import msgspec
 
-from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, by_model
+from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, by_model, not_applicable
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 from vllm_ascend_pd.cluster.doctor.transfers import make_body, make_prompt
 from vllm_ascend_pd.operating import REQUESTS, MoveReport
@@ -41,15 +41,18 @@ class MoveThroughRouter:
         self._web = web
         self._token = token
         self._router = router.rstrip("/")
-        decoders = by_model([one for one in engines if not one.error and one.role != "prefill"])
+        answering = [one for one in engines if not one.error and one.role != "prefill"]
+        decoders = by_model([one for one in answering if one.generates])
+        self._others = not_applicable(self.name, answering)
         self._first = [of_model[0] for of_model in decoders.values() if len(of_model) > 1]
         """Of each model that has an engine to move to, one to move from."""
 
     async def run(self) -> Sequence[Finding]:
         if not self._first:
-            return [skipped(self.name, "there are no two engines of one model that answer")]
+            reason = "there are no two engines of one model that answer"
+            return [skipped(self.name, reason), *self._others]
         several = len(self._first) > 1
-        return [
+        return self._others + [
             await self._examine(engine, f"{engine.model}: " if several else "")
             for engine in self._first
         ]

@@ -9,7 +9,15 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from vllm_ascend_pd.cluster.doctor.engines import ERRORS, Engine, Web, by_model, count, each
+from vllm_ascend_pd.cluster.doctor.engines import (
+    ERRORS,
+    Engine,
+    Web,
+    by_model,
+    count,
+    each,
+    not_applicable,
+)
 from vllm_ascend_pd.cluster.doctor.findings import (
     Finding,
     Verdict,
@@ -92,13 +100,16 @@ class Transfer:
 
     def __init__(self, web: Web, engines: Sequence[Engine]) -> None:
         self._web = web
-        self._pairs = make_pairs([engine for engine in engines if not engine.error])
+        self._engines = [engine for engine in engines if not engine.error]
+        self._pairs = make_pairs([engine for engine in self._engines if engine.generates])
 
     async def run(self) -> Sequence[Finding]:
+        others = not_applicable(self.name, self._engines)
         if not self._pairs:
-            return [skipped(self.name, "there is no pair of engines of one model that answers")]
+            reason = "there is no pair of engines of one model that answers"
+            return [skipped(self.name, reason), *others]
         tried = [(p, d, await self._try(p, d)) for p, d in self._pairs]
-        return [
+        return others + [
             await self._with_blame(p, d, finding, tried)
             if finding.verdict is Verdict.FAIL
             else finding
@@ -186,11 +197,13 @@ class ThroughRouter:
         self._engines = [engine for engine in engines if not engine.error]
 
     async def run(self) -> Sequence[Finding]:
-        consumers = by_model([engine for engine in self._engines if engine.role != "prefill"])
+        others = not_applicable(self.name, self._engines)
+        decoders = [one for one in self._engines if one.role != "prefill" and one.generates]
+        consumers = by_model(decoders)
         if not consumers:
-            return [skipped(self.name, "the router has no decode engine that answers")]
+            return [skipped(self.name, "the router has no decode engine that answers"), *others]
         several = len(consumers) > 1
-        return [
+        return others + [
             await self._try(of_model, f"{model}: " if several else "")
             for model, of_model in consumers.items()
         ]

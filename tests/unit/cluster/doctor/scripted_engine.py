@@ -40,6 +40,7 @@ class ScriptedEngine:
         self.model = "tiny"
         self.more_models: list[str] = []
         self.max_model_len = 4096
+        self.generates = True
         self.key: str | None = None
         self.tokens: dict[str, list[int] | None] = {"prompt": [1, 2], "messages": [3, 4]}
         """Of a text and of a chat; ``None``: it refuses."""
@@ -64,7 +65,8 @@ class ScriptedEngine:
         app.router.add_get("/version", self._version)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/metrics", self._metrics)
-        app.router.add_post("/v1/completions", self._complete)
+        if self.generates:
+            app.router.add_post("/v1/completions", self._complete)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_get("/instances", self._instances)
         return app

@@ -79,6 +79,14 @@ def test_engines_that_are_missing_and_engines_too_many() -> None:
     assert verdicts(asyncio.run(Complete(expected, listed).run())) == [Verdict.OK]
 
 
+def test_a_pooling_model_beside_the_topology() -> None:
+    expected = expected_engines(topology())
+    listed = [Engine(f"http://h:{i}", e.role, e.name) for i, e in enumerate(expected)]
+    listed.append(Engine("http://h:9", "both", "embedder", generates=False))
+    found = asyncio.run(Complete(expected, listed).run())
+    assert verdicts(found) == [Verdict.SKIPPED, Verdict.OK]
+
+
 def test_engines_are_known_by_their_urls_too() -> None:
     expected = expected_engines(topology(**TWO_HOSTS))
     listed = [Engine(str(e.url), e.role, "other name") for e in expected]

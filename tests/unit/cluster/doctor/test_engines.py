@@ -193,6 +193,29 @@ def test_an_engine_that_is_not_ours() -> None:
     assert alone.verdict is Verdict.SKIPPED
 
 
+def embedder() -> ScriptedEngine:
+    return ScriptedEngine(model="embedder", fingerprint=None, generates=False)
+
+
+@pytest.mark.parametrize("check", [reachable, in_engine, fitting, clock])
+def test_a_pooling_model_has_no_part_in_p_and_d(check: MakeCheck) -> None:
+    async def use(web: Web, known: list[Engine]) -> Sequence[Finding]:
+        return await check(web, known).run()
+
+    p, d = ScriptedEngine(), ScriptedEngine("kv_consumer")
+    findings = with_engines([("prefill", p), ("decode", d), ("both", embedder())], use)
+    assert {finding.verdict for finding in findings} <= {Verdict.OK, Verdict.SKIPPED}
+    told = [f.found for f in findings if f.verdict is Verdict.SKIPPED]
+    assert told == (["both-2: not applicable: pooling model"] if check is in_engine else [])
+
+
+def test_a_pooling_model_in_a_role_without_its_pair() -> None:
+    found = run(in_engine, ScriptedEngine(), embedder())
+    assert [one.verdict for one in found] == [Verdict.OK, Verdict.WARN]
+    assert "used for decode" in found[1].found
+    assert "role both" in found[1].fix
+
+
 class RouterInstead(ScriptedEngine):
     """It answers as a router does to who takes it for an engine."""
 

@@ -115,6 +115,17 @@ def test_one_engine_alone_has_nowhere_to_move_to() -> None:
     assert examine(ScriptedRouter({}), num_engines=1).verdict is Verdict.SKIPPED
 
 
+def test_pooling_models_stream_nothing() -> None:
+    async def use(web: Web, known: list[Engine]) -> list[Finding]:
+        return list(await MoveThroughRouter(web, known[-1].url, known[:-1], None).run())
+
+    router = ScriptedRouter({})
+    embedders: Any = [("both", ScriptedEngine(model="embedder", generates=False))] * 2
+    findings = with_engines([*embedders, ("both", router)], use)
+    assert {finding.verdict for finding in findings} == {Verdict.SKIPPED}
+    assert not router.bodies
+
+
 def test_a_stream_of_each_model_moves_that_has_two_engines() -> None:
     async def use(web: Web, known: list[Engine]) -> list[Finding]:
         return list(await MoveThroughRouter(web, known[-1].url, known[:-1], None).run())

@@ -53,6 +53,25 @@ def test_a_router_is_asked_for_each_model() -> None:
     assert [body["model"] for body in router.bodies] == ["tiny", "large"]
 
 
+def test_a_pooling_model_is_sent_no_prompt() -> None:
+    async def use(web: Web, known: list[Engine]) -> list[Finding]:
+        router = known.pop()
+        checks = (Transfer(web, known), ThroughRouter(web, router.url, known))
+        return [found for check in checks for found in await check.run()]
+
+    p, d = ScriptedEngine(), ScriptedEngine("kv_consumer", counts_as="loaded")
+    embedder = ScriptedEngine(model="embedder", fingerprint=None, generates=False)
+    engines: list[tuple[Role, ScriptedEngine]] = [("prefill", p), ("decode", d), ("both", embedder)]
+    found = with_engines([*engines, ("both", d)], use)
+    assert [(one.check, one.verdict) for one in found] == [
+        ("P/D request", Verdict.SKIPPED),
+        ("P/D request", Verdict.OK),
+        ("router request", Verdict.SKIPPED),
+        ("router request", Verdict.OK),
+    ]
+    assert found[0].found == found[2].found == "both-2: not applicable: pooling model"
+
+
 def test_every_engine_is_tried() -> None:
     p, d = ScriptedEngine(), ScriptedEngine("kv_consumer")
     findings = transfer(("prefill", p), ("decode", d), ("decode", d), ("decode", d))
