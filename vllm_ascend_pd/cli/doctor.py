@@ -35,6 +35,14 @@ def doctor(
             dir_okay=False,
         ),
     ] = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray",
+            help="The topology runs with `vllm-pd up --ray`: the cluster says which engines there"
+            " are. Needs --config and --router.",
+        ),
+    ] = False,
     prefill: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="A prefill engine; repeat for more.")
     ] = None,
@@ -70,6 +78,7 @@ def doctor(
     from vllm_ascend_pd.cluster.doctor.deployment import router_url
     from vllm_ascend_pd.cluster.doctor.examine import Subject, examine, show, to_json
     from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict, exit_code
+    from vllm_ascend_pd.cluster.scaling.orders import refuse_what_a_cluster_decides
     from vllm_ascend_pd.cluster.up_socket import operator_token
     from vllm_ascend_pd.errors import ConfigError
 
@@ -81,6 +90,11 @@ def doctor(
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise typer.BadParameter(f"{url!r} is not http://HOST:PORT", param_hint=name)
+    if ray and (config is None or router is None):
+        raise typer.BadParameter(
+            "give --config FILE, and --router with this host's address in the cluster",
+            param_hint="--ray",
+        )
     key = _read_key("--api-key-file", api_key_file)
     engine_key = _read_key("--engine-api-key-file", engine_api_key_file) or key
     plan_of = None
@@ -89,6 +103,8 @@ def doctor(
             plan_of = topology.load(config)
         except ConfigError as e:
             raise typer.BadParameter(str(e), param_hint="--config") from e
+        if ray:
+            refuse_what_a_cluster_decides(plan_of)
         router = router or router_url(plan_of)
     try:
         token = operator_token(router, token_file) if router else None
@@ -105,6 +121,7 @@ def doctor(
         prefill=tuple(prefill or ()),
         decode=tuple(decode or ()),
         topology=plan_of,
+        on_ray=ray,
         api_key=key,
         engine_api_key=engine_key,
         token=token,

@@ -280,3 +280,19 @@ def test_doctor_names_a_wrong_url(option: str) -> None:
     result = CliRunner().invoke(main.app, ["doctor", option, "localhost:8000"])
     assert result.exit_code == 2
     assert "is not http://HOST:PORT" in result.output
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "--router"),
+        (["--router", "http://127.0.0.1:1"], "hosts: with --ray the cluster says"),
+    ],
+)
+def test_doctor_of_a_topology_on_ray(tmp_path: Path, more: list[str], said: str) -> None:
+    file = tmp_path / "t.yaml"
+    file.write_text("{model: m, hosts: {a: {address: 10.0.0.1}}}")
+    words = ["doctor", "--config", str(file), "--ray", *more]
+    result = CliRunner().invoke(main.app, words)
+    assert result.exit_code == 2
+    assert said in result.output

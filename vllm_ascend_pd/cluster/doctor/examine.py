@@ -65,6 +65,8 @@ class Subject:
     """Whether the transports of this host are measured, which takes some seconds of a core."""
     topology: Topology | None = None
     """What should run; its router is ``router``, unless that is given."""
+    on_ray: bool = False
+    """Whether a Ray cluster says which engines the topology has."""
     ascend: bool = False
     """Whether this host is to have NPUs: walk through their bring-up list too."""
 
@@ -138,7 +140,7 @@ async def _running(
             urls = {engine.url for engine in known}
             known += [engine for engine in listed if engine.url not in urls]
     expected: list[deployment.Expected] = []
-    if subject.topology is not None:
+    if subject.topology is not None and not subject.on_ray:
         expected = deployment.expected_engines(subject.topology)
         urls, names = {engine.url for engine in known}, {engine.name for engine in known}
         known += [
@@ -149,7 +151,8 @@ async def _running(
     await engines.ask_all(web, known)
     checks: list[Check] = []
     if subject.topology is not None:
-        checks.append(deployment.Complete(expected, listed))
+        if not subject.on_ray:
+            checks.append(deployment.Complete(expected, listed))
         checks.append(deployment.Master(web, subject.topology, known))
     checks += [
         engines.Reachable(known),

@@ -150,6 +150,18 @@ def test_all_of_a_topology_is_examined(role: str) -> None:
     assert any(f.check == "engines" and f"{role}-0: vLLM" in f.found for f in findings)
 
 
+def test_on_ray_no_engine_is_expected_by_name() -> None:
+    async def use(web: Web, known: list[Engine]) -> list[Finding]:
+        subject = examine.Subject(
+            router=known[0].url, topology=topology(), on_ray=True, measure=False
+        )
+        return await examine.examine(subject, lambda finding: None)
+
+    findings = with_engines([("both", ScriptedEngine())], use)
+    assert [f for f in findings if f.check == "topology"] == []
+    assert [f.verdict for f in findings if f.check == "master"] == [Verdict.SKIPPED]
+
+
 def test_router_that_does_not_answer_hides_no_engine() -> None:
     async def use(web: Web, known: list[Engine]) -> list[Finding]:
         port = int(known[0].url.rpartition(":")[2])
