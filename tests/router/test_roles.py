@@ -32,7 +32,8 @@ async def of_both_kinds(num: int, config: RouterConfig = STRICT) -> AsyncIterato
     async with deployed(0, num, config, **SLOW) as d:
         for one in d.decodes:
             spec = d.router.registry.get(name(one)).spec
-            d.router.registry.put(msgspec.structs.replace(spec, role="both"))
+            told = {"role": "both", "fingerprint": "weights=a"}
+            d.router.registry.put(msgspec.structs.replace(spec, **told))
         yield d
 
 

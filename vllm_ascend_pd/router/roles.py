@@ -150,6 +150,12 @@ class RolePatience:
         return switch
 
 
+def may_switch(instance: Instance) -> bool:
+    """By itself: it can do both, and hands KV over. Who tells no fingerprint does not, as an engine
+    of a pooling model does not."""
+    return instance.spec.role == "both" and instance.told_fingerprint is not None
+
+
 def role_obstacle(instances: Iterable[Instance], switching: Instance, role: Role) -> str | None:
     """Why an engine cannot be used for this role only."""
     name = switching.instance_id
@@ -197,10 +203,12 @@ class AutoRoles:
                 self.metrics.add("role_switches", switch.role)
 
     def _engines(self) -> dict[tuple[str, ...], list[EngineWork]]:
-        """That may be used now, by the models that they serve."""
+        """That may be used now, by the models that they serve; of those that can do both, who may
+        switch."""
         engines: dict[tuple[str, ...], list[EngineWork]] = {}
         for instance in self.registry:
-            if instance.is_available:
+            has_part = instance.spec.role != "both" or may_switch(instance)
+            if instance.is_available and has_part:
                 engines.setdefault(instance.models, []).append(EngineWork.of(instance))
         return engines
 

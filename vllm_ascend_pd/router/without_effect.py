@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.router.resumable import EXACT_TOOL_PARSERS
+from vllm_ascend_pd.router.roles import may_switch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +26,8 @@ NO_KV_EVENTS = (
     " with --kv-events-config, and give kv_events in their registration or the instances file"
 )
 NO_ROLES = (
-    "--roles auto has nothing to change: no engine can do both. Start engines with kv_role kv_both"
-    " and router.role both"
+    "--roles auto has nothing to change: no engine that hands KV over can do both. Start engines"
+    " with kv_role kv_both and router.role both"
 )
 NO_TOOL_STREAMS = (
     "--tool-call-parser %s: streams with tools do not go on elsewhere when their engine is lost;"
@@ -50,7 +51,7 @@ class WithoutEffect:
         if config.policy == "prefix-aware":
             lets[NO_KV_EVENTS] = lambda instance: instance.spec.kv_events is not None
         if config.roles == "auto":
-            lets[NO_ROLES] = lambda instance: instance.spec.role == "both"
+            lets[NO_ROLES] = may_switch
         parser = config.retries.tool_call_parser
         if config.retries.resume != "off" and parser and parser not in EXACT_TOOL_PARSERS:
             exact = ", ".join(sorted(EXACT_TOOL_PARSERS))

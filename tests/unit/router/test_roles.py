@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from tests.unit.router.test_many import registered, spec
 from vllm_ascend_pd.registration import Role
+from vllm_ascend_pd.router.instances import Word
+from vllm_ascend_pd.router.metrics import Metrics
 from vllm_ascend_pd.router.roles import (
     HIGH,
     HOLD_S,
@@ -16,6 +20,7 @@ from vllm_ascend_pd.router.roles import (
     MAX_URGENCY,
     PROMPTS_AT_ONCE,
     REST_S,
+    AutoRoles,
     EngineWork,
     RolePatience,
     Switch,
@@ -234,3 +239,17 @@ def test_with_a_plan_the_wanted_kind_gets_the_engine_that_has_least_to_do() -> N
                 least = min(givers, key=lambda one: one.load(other))
                 assert switch.instance_id == least.instance_id
         assert decide(engines, lambda *_: False) is None
+
+
+def test_engines_that_hand_nothing_over_keep_their_roles() -> None:
+    """Two of a pooling model, which tell no fingerprint, beside two that can do both."""
+    told: list[tuple[str, Role]] = []
+
+    async def say(name: str, word: Word) -> None:
+        told.append((name, word.role))
+
+    pooling = {"models": ("embedder",), "fingerprint": None}
+    registry = registered(spec(1), spec(2), spec(3, **pooling), spec(4, **pooling))
+    metrics = Metrics(lambda: registry, dict, dict, 60)
+    asyncio.run(AutoRoles(registry, say, metrics).look(0.0))
+    assert told == [("e1", "prefill")]

@@ -27,6 +27,7 @@ def told_in(caplog: pytest.LogCaptureFixture) -> list[str]:
         (PREFIX_AWARE, TELLS, ""),
         (AUTO, spec(1, role="prefill"), "kv_role kv_both"),
         (AUTO, ENGINE, ""),
+        (AUTO, spec(1, fingerprint=None), "no engine that hands KV over"),
         (RouterConfig(retries=Retries(tool_call_parser="hermse")), ENGINE, "with one of glm47"),
         (RouterConfig(retries=Retries(tool_call_parser="hermes")), ENGINE, ""),
         (RouterConfig(retries=Retries(resume="off", tool_call_parser="x")), ENGINE, ""),
