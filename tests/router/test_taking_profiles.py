@@ -13,7 +13,14 @@ import pytest
 from tests.router.harness import FAST, deployed, run
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.planner.measure import MOST_STEPS, NUM_STEPS, EngineLimits, Grid, take_profile
+from vllm_ascend_pd.planner.measure import (
+    MOST_STEPS,
+    NUM_STEPS,
+    Access,
+    EngineLimits,
+    Grid,
+    take_profile,
+)
 
 CACHE = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
 GRID = Grid(
@@ -29,7 +36,7 @@ NEVER_SKIPS = replace(FAST, skip="never")
 
 async def taken(url: str, grid: Grid = GRID) -> Any:
     said: list[str] = []
-    return await take_profile(url, None, grid, EngineLimits(2048, 8), said.append), said
+    return await take_profile(Access(url), grid, EngineLimits(2048, 8), said.append), said
 
 
 @pytest.mark.parametrize("both_busy", [False, True])
@@ -102,6 +109,7 @@ def test_prompts_are_as_long_as_the_engines_take() -> None:
     [
         (0, {"metrics": CACHE}, "has no decode engine that is ready"),
         (1, {"metrics": "other 1.0\n", "token_s": 0.002}, "has no vllm:cache_config_info"),
+        (1, {"metrics": CACHE + CACHE.replace('"0"', '"1"')}, "is 2 data parallel ranks"),
         (1, {"metrics": CACHE, "max_tokens": 16}, ": 400: "),
         (1, {"metrics": CACHE, "max_model_len": 500}, "--max-model-len is 500; .* need 512"),
     ],

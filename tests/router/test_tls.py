@@ -18,8 +18,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.x509.oid import NameOID
+from typer.testing import CliRunner
 
 from tests.router.harness import STRICT, deployed, run, until
+from vllm_ascend_pd.cli import main
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router.config import TLS
 from vllm_ascend_pd.router.server import RouterServer, bind
@@ -104,14 +106,14 @@ def test_https_to_clients_and_to_engines(certificate: tuple[Path, Path], trusted
 
 
 def test_wrong_certificate_is_a_config_error(tmp_path: Path) -> None:
-    from vllm_ascend_pd.router.tls import ServerCertificate, engine_context
+    from vllm_ascend_pd.router.tls import ServerCertificate, client_context
 
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("no certificate")
     with pytest.raises(ConfigError, match="--tls-certificate"):
         ServerCertificate(wrong, wrong)
     with pytest.raises(ConfigError, match="--engine-ca"):
-        engine_context(TLS(engine_ca=wrong))
+        client_context("--engine-ca", wrong)
     with pytest.raises(ConfigError, match="both or none"):
         TLS(certificate=wrong)
 
@@ -169,5 +171,47 @@ def test_certificate_that_changes_is_read_again_and_a_broken_one_changes_nothing
                 await asyncio.sleep(0.02)
         finally:
             await server.stop()
+
+    run(test)
+
+
+@pytest.mark.slow  # the doctor looks at this host first
+@pytest.mark.filterwarnings(
+    "ignore:.*_SSLProtocolTransport.__del__:pytest.PytestUnraisableExceptionWarning"
+)
+@pytest.mark.parametrize("trusted", [True, False])
+@pytest.mark.parametrize(
+    ("words", "answered"),
+    [
+        (("move", "--list", "--router", "URL"), "REQUEST"),
+        (("drain", "D", "--wait", "0", "--router", "URL"), "gets no new requests"),
+        (("role", "D", "both", "--router", "URL"), "is used for"),
+        (("profile", "URL"), "has no vllm:cache_config_info"),
+        (("doctor", "--no-measure", "--router", "URL"), "knows 2 engines"),
+    ],
+    ids=lambda it: it[0] if isinstance(it, tuple) else "",
+)
+def test_commands_ask_an_https_router(
+    certificate: tuple[Path, Path], words: tuple[str, ...], answered: str, trusted: bool
+) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            sock = bind("127.0.0.1", 0)
+            server = RouterServer(replace(d.server.config, tls=TLS(*certificate)))
+            await server.start(sock)
+            url = f"https://127.0.0.1:{sock.getsockname()[1]}"
+            name = f"127.0.0.1:{d.decodes[0].port}"
+            typed = [{"URL": url, "D": name}.get(word, word) for word in words]
+            typed += ["--ca", str(certificate[0])] if trusted else []
+            try:
+                await until(lambda: len(server.router.prober.models) == 2)
+                said = await asyncio.to_thread(
+                    CliRunner().invoke, main.app, typed, env={"COLUMNS": "200"}
+                )
+            finally:
+                await server.stop()
+            output = " ".join(said.output.split())
+            assert (answered in output) is trusted, output
+            assert ("the CA of its certificate with --ca" in output) is not trusted, output
 
     run(test)

@@ -8,9 +8,17 @@ from typing import Annotated
 
 import typer
 
-from vllm_ascend_pd.cli.move import TokenFile
+from vllm_ascend_pd.cli.move import CA, TokenFile
 
 app = typer.Typer(add_completion=False)
+
+EngineKeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="The router's --engine-api-key-file. Without: the key of --api-key-file.",
+        dir_okay=False,
+    ),
+]
 
 
 @app.command(
@@ -53,14 +61,9 @@ def doctor(
         Path | None,
         typer.Option(help="File with an API key of the router's clients.", dir_okay=False),
     ] = None,
-    engine_api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="The router's --engine-api-key-file. Without: the key of --api-key-file.",
-            dir_okay=False,
-        ),
-    ] = None,
+    engine_api_key_file: EngineKeyFile = None,
     token_file: TokenFile = None,
+    ca: CA = None,
     measure: Annotated[
         bool, typer.Option(help="Measure the bandwidth of this host's transports.")
     ] = True,
@@ -81,6 +84,7 @@ def doctor(
     from vllm_ascend_pd.cluster.scaling.orders import refuse_what_a_cluster_decides
     from vllm_ascend_pd.cluster.up_socket import operator_token
     from vllm_ascend_pd.errors import ConfigError
+    from vllm_ascend_pd.router.tls import client_context
 
     for name, urls in (
         ("--router", [router] if router else []),
@@ -95,8 +99,8 @@ def doctor(
             "give --config FILE, and --router with this host's address in the cluster",
             param_hint="--ray",
         )
-    key = _read_key("--api-key-file", api_key_file)
-    engine_key = _read_key("--engine-api-key-file", engine_api_key_file) or key
+    key = read_key("--api-key-file", api_key_file)
+    engine_key = read_key("--engine-api-key-file", engine_api_key_file) or key
     plan_of = None
     if config is not None:
         try:
@@ -110,6 +114,10 @@ def doctor(
         token = operator_token(router, token_file) if router else None
     except ConfigError as e:
         raise typer.BadParameter(str(e), param_hint="--token-file") from e
+    try:
+        tls = client_context("--ca", ca)
+    except ConfigError as e:
+        raise typer.BadParameter(str(e), param_hint="--ca") from e
     console = Console()
 
     def report(finding: Finding) -> None:
@@ -125,6 +133,7 @@ def doctor(
         api_key=key,
         engine_api_key=engine_key,
         token=token,
+        tls=tls,
         measure=measure,
         ascend=ascend,
     )
@@ -137,7 +146,8 @@ def doctor(
     sys.exit(exit_code(findings))
 
 
-def _read_key(name: str, path: Path | None) -> str | None:
+def read_key(name: str, path: Path | None) -> str | None:
+    """The one line of an option's file."""
     from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.private_file import read_token
 

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from vllm_ascend_pd.cli.finite import finite
-from vllm_ascend_pd.cli.move import ROUTER_URL, Router, TokenFile
+from vllm_ascend_pd.cli.move import CA, ROUTER_URL, Router, TokenFile, operator_of
+
+if TYPE_CHECKING:
+    from vllm_ascend_pd.cluster.operator import RouterOperator
 
 app = typer.Typer(add_completion=False)
 
@@ -41,12 +44,11 @@ def drain(
     ] = 600,
     router: Router = ROUTER_URL,
     token_file: TokenFile = None,
+    ca: CA = None,
 ) -> None:
     import asyncio
 
     from vllm_ascend_pd.cluster.emptying import drain as draining
-    from vllm_ascend_pd.cluster.operator import RouterOperator
-    from vllm_ascend_pd.cluster.up_socket import operator_token
     from vllm_ascend_pd.registration import DrainOrder
 
     async def one(operator: RouterOperator, name: str) -> None:
@@ -61,8 +63,7 @@ def drain(
                 typer.echo(line)
 
     async def ask() -> None:
-        token = operator_token(router, token_file)
-        async with RouterOperator(router, token) as operator:
+        async with operator_of(router, token_file, ca) as operator:
             await operator.refuse_unknown(instances)
             await asyncio.wait_for(
                 asyncio.gather(*(one(operator, name) for name in instances)), wait or None

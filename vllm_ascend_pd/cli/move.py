@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +20,15 @@ TokenFile = Annotated[
     typer.Option(
         help="The router's --registration-token-file. Not needed for a router of this host that has"
         " none, or that a `vllm-pd up` of yours has started."
+    ),
+]
+CA = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca",
+        "--engine-ca",
+        help="CA bundle for https, of the router and its engines; the system's by default.",
+        dir_okay=False,
     ),
 ]
 ROUTER_URL = "http://127.0.0.1:8000"
@@ -62,18 +72,15 @@ def move(
     ] = False,
     router: Router = ROUTER_URL,
     token_file: TokenFile = None,
+    ca: CA = None,
 ) -> None:
     import asyncio
-
-    from vllm_ascend_pd.cluster.operator import RouterOperator
-    from vllm_ascend_pd.cluster.up_socket import operator_token
 
     if [bool(requests), source is not None, listing].count(True) != 1:
         raise typer.BadParameter("name requests, or give --from or --list", param_hint="REQUEST")
 
     async def ask() -> int:
-        token = operator_token(router, token_file)
-        async with RouterOperator(router, token) as operator:
+        async with operator_of(router, token_file, ca) as operator:
             if listing:
                 typer.echo(_table(await operator.requests()))
                 return 0
@@ -89,6 +96,15 @@ def move(
             return await _move_all(operator, ids, to, were_listed=True)
 
     raise typer.Exit(asyncio.run(ask()))
+
+
+def operator_of(router: str, token_file: str | None, ca: Path | None) -> RouterOperator:
+    """Of the options of an operator's command; ``ConfigError`` names the one that is wrong."""
+    from vllm_ascend_pd.cluster.operator import RouterOperator
+    from vllm_ascend_pd.cluster.up_socket import operator_token
+    from vllm_ascend_pd.router.tls import client_context
+
+    return RouterOperator(router, operator_token(router, token_file), client_context("--ca", ca))
 
 
 async def _move_all(

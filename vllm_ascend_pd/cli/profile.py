@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from vllm_ascend_pd.cli.doctor import EngineKeyFile, read_key
+from vllm_ascend_pd.cli.move import CA
+
 app = typer.Typer(add_completion=False)
 
 
@@ -61,16 +64,18 @@ def profile(
     ] = "300:2000",
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="File with the API key of router and engines.", dir_okay=False),
+        typer.Option(help="File with an API key of the router's clients.", dir_okay=False),
     ] = None,
+    engine_api_key_file: EngineKeyFile = None,
+    ca: CA = None,
 ) -> None:
     import asyncio
     import os
 
     from vllm_ascend_pd.errors import ConfigError
-    from vllm_ascend_pd.planner.measure import EngineLimits, Grid, take_profile
+    from vllm_ascend_pd.planner.measure import Access, EngineLimits, Grid, take_profile
     from vllm_ascend_pd.planner.profile import save
-    from vllm_ascend_pd.private_file import read_token
+    from vllm_ascend_pd.router.tls import client_context
 
     if not router.startswith(("http://", "https://")):
         raise typer.BadParameter(f"{router!r} is not http://HOST:PORT", param_hint="URL")
@@ -90,8 +95,10 @@ def profile(
     )
     limits = EngineLimits(max_num_batched_tokens, max_num_seqs)
     try:
-        key = read_token("--api-key-file", str(api_key_file)) if api_key_file else None
-        taken = asyncio.run(take_profile(router, key, grid, limits, typer.echo))
+        key = read_key("--api-key-file", api_key_file)
+        engine_key = read_key("--engine-api-key-file", engine_api_key_file) or key
+        access = Access(router.rstrip("/"), key, engine_key, client_context("--ca", ca))
+        taken = asyncio.run(take_profile(access, grid, limits, typer.echo))
         save(taken, out)
     except OSError as e:
         raise ConfigError(str(e)) from e

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_ascend_pd.cli.move import ROUTER_URL, Router, TokenFile
+from vllm_ascend_pd.cli.move import CA, ROUTER_URL, Router, TokenFile, operator_of
 
 app = typer.Typer(add_completion=False)
 
@@ -32,14 +32,13 @@ def role(
     ],
     router: Router = ROUTER_URL,
     token_file: TokenFile = None,
+    ca: CA = None,
 ) -> None:
     import asyncio
 
     import msgspec
 
     from vllm_ascend_pd.cluster.emptying import switch
-    from vllm_ascend_pd.cluster.operator import RouterOperator
-    from vllm_ascend_pd.cluster.up_socket import operator_token
     from vllm_ascend_pd.registration import Role
 
     try:
@@ -48,8 +47,7 @@ def role(
         raise typer.BadParameter("prefill, decode or both", param_hint="ROLE") from e
 
     async def ask() -> None:
-        token = operator_token(router, token_file)
-        async with RouterOperator(router, token) as operator:
+        async with operator_of(router, token_file, ca) as operator:
             async for line in switch(operator, instance, wanted):
                 typer.echo(line)
 

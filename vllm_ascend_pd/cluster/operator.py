@@ -17,12 +17,14 @@ from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RequestSta
 from vllm_ascend_pd.registration import DrainOrder, InstanceStatus, Role, RoleOrder
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Iterable
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 30.0
 """But for a move, which takes its time."""
+_FIX = "give it with --router"
 
 
 class RouterAway(ConfigError):
@@ -40,11 +42,14 @@ class RouterOperator:
 
     url: str
     token: str | None = None
+    tls: ssl.SSLContext | None = None
+    """Of an https router; ``None``: the system's certificate authorities."""
     _session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> RouterOperator:
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
-        self._session = aiohttp.ClientSession(headers=headers)
+        connector = aiohttp.TCPConnector(ssl=self.tls or True)
+        self._session = aiohttp.ClientSession(headers=headers, connector=connector)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -99,7 +104,9 @@ class RouterOperator:
                 body = await response.read()
         except (aiohttp.ClientError, asyncio.TimeoutError) as e:
             why = str(e) or repr(e)
-            message = f"no router answers at {self.url} ({why}): give it with --router"
+            is_distrusted = isinstance(e, aiohttp.ClientConnectorCertificateError)
+            fix = "give the CA of its certificate with --ca" if is_distrusted else _FIX
+            message = f"no router answers at {self.url} ({why}): {fix}"
             raise RouterAway(message) from e
         if response.status >= 400:
             kind_of_error, message = _error(body)

@@ -30,6 +30,7 @@ from vllm_ascend_pd.planner.profile import (
 from vllm_ascend_pd.registration import InstanceStatus
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Sequence
 
     from vllm_ascend_pd.registration import Role
@@ -90,13 +91,33 @@ class EngineLimits:
     max_num_seqs: int
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Whom to ask, and with what."""
+
+    router: str
+    """Its URL, without a slash after it."""
+    key: str | None = None
+    """Of the router's API, if it wants one."""
+    engine_key: str | None = None
+    """Of the engines'."""
+    tls: ssl.SSLContext | None = None
+    """Of https servers; ``None``: the system's certificate authorities."""
+
+    def headers(self, url: str) -> dict[str, str]:
+        """With which that server is asked."""
+        key = self.key if url == self.router else self.engine_key
+        return {"Authorization": f"Bearer {key}"} if key else {}
+
+
 class Measurement:
     """Of one pair. Random prompts, so that no cache has any of them."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, router: str, grid: Grid, say: Say, seed: int = 0
+        self, http: aiohttp.ClientSession, access: Access, grid: Grid, say: Say, seed: int = 0
     ) -> None:
-        self._http, self._router, self._grid, self._say = http, router, grid, say
+        self._http, self._access, self._grid, self._say = http, access, grid, say
+        self._router = access.router
         self._random = random.Random(f"{seed} {time.time_ns()}")
         self._model = self._prefill = self._decode = ""
         self._num_tokens = 0
@@ -105,6 +126,8 @@ class Measurement:
     async def take(self, limits: EngineLimits) -> Profile:
         """All of it; ``ConfigError`` says which server did not answer, and how."""
         await self._find_engines()
+        num_p_tokens = math.prod(await self._kv_blocks(self._prefill))
+        num_blocks, block_size = await self._kv_blocks(self._decode)
         await self._fit_grid()
         for url in (self._prefill, self._decode):  # what is compiled or allocated at first
             await self._first_token_s(url, self._prompt(max(self._grid.num_tokens)))
@@ -119,7 +142,6 @@ class Measurement:
         if self._grid.both_busy:
             beside = await self._beside(limits)
             decode_alone = await self._decode_alone(decode)
-        num_blocks, block_size = await self._kv_blocks(self._decode)
         return Profile(
             format=FORMAT,
             model=self._model,
@@ -132,12 +154,12 @@ class Measurement:
             block_size=block_size,
             max_num_batched_tokens=limits.max_num_batched_tokens,
             max_num_seqs=limits.max_num_seqs,
-            prefill_kv_tokens=math.prod(await self._kv_blocks(self._prefill)),
+            prefill_kv_tokens=num_p_tokens,
             decode_kv_tokens=num_blocks * block_size,
         )
 
     async def _find_engines(self) -> None:
-        listed = await self._get(self._router + "/instances")
+        listed = await self._get(self._router, "/instances")
         try:
             instances = msgspec.json.decode(listed, type=list[InstanceStatus])
         except msgspec.MsgspecError as e:
@@ -355,7 +377,10 @@ class Measurement:
         times = []
         try:
             async with self._http.post(
-                f"{url}/v1/completions", json=body, timeout=_TIMEOUT
+                f"{url}/v1/completions",
+                json=body,
+                headers=self._access.headers(url),
+                timeout=_TIMEOUT,
             ) as response:
                 if response.status != 200:
                     raise ConfigError(f"{url}: {response.status}: {(await response.text())[:300]}")
@@ -372,33 +397,46 @@ class Measurement:
             raise ConfigError(f"{url} answered without a token")
         return times
 
-    async def _get(self, url: str) -> bytes:
+    async def _get(self, url: str, path: str) -> bytes:
+        headers = self._access.headers(url)
         try:
-            async with self._http.get(url, timeout=_TIMEOUT) as response:
+            async with self._http.get(url + path, headers=headers, timeout=_TIMEOUT) as response:
                 body = await response.read()
-                if response.status != 200:
-                    raise ConfigError(f"{url}: {response.status}: {body[:300].decode()}")
-                return body
         except (aiohttp.ClientError, asyncio.TimeoutError) as e:
-            raise ConfigError(f"{url} does not answer: {type(e).__name__}: {e}") from e
+            is_distrusted = isinstance(e, aiohttp.ClientConnectorCertificateError)
+            fix = "; give the CA of its certificate with --ca" if is_distrusted else ""
+            raise ConfigError(f"{url}{path} does not answer: {type(e).__name__}: {e}{fix}") from e
+        if response.status != 200:
+            option = "--api-key-file" if url == self._router else "--engine-api-key-file"
+            fix = f"; name a file with its key with {option}" if response.status == 401 else ""
+            raise ConfigError(f"{url}{path}: {response.status}: {body[:300].decode()}{fix}")
+        return body
 
     async def _max_model_len(self, url: str) -> int:
         """Tokens of a prompt and its answer together."""
         try:
-            return int(
-                msgspec.json.decode(await self._get(url + "/v1/models"))["data"][0]["max_model_len"]
-            )
+            models = msgspec.json.decode(await self._get(url, "/v1/models"))["data"]
+            return int(models[0]["max_model_len"])
         except (msgspec.DecodeError, LookupError, TypeError, ValueError) as e:
             raise ConfigError(f"{url}/v1/models has no max_model_len; is it vLLM?") from e
 
     async def _kv_blocks(self, url: str) -> tuple[int, int]:
         """How many, and the tokens of each."""
-        page = (await self._get(url + "/metrics")).decode()
-        for family in text_string_to_metric_families(page):
-            if family.name == "vllm:cache_config_info":
-                labels = family.samples[0].labels
-                return int(labels["num_gpu_blocks"]), int(labels["block_size"])
-        raise ConfigError(f"{url}/metrics has no vllm:cache_config_info; is it vLLM?")
+        page = (await self._get(url, "/metrics")).decode()
+        told = [
+            sample.labels
+            for family in text_string_to_metric_families(page)
+            for sample in family.samples
+            if sample.name == "vllm:cache_config_info"
+        ]
+        if not told:
+            raise ConfigError(f"{url}/metrics has no vllm:cache_config_info; is it vLLM?")
+        if len(told) > 1:
+            raise ConfigError(
+                f"{url} is {len(told)} data parallel ranks, which share what it is asked, and a"
+                " plan counts each by itself: measure a P and a D without --data-parallel-size"
+            )
+        return int(told[0]["num_gpu_blocks"]), int(told[0]["block_size"])
 
 
 def _refuse_error(url: str, line: bytes) -> None:
@@ -414,11 +452,8 @@ def _refuse_error(url: str, line: bytes) -> None:
         raise ConfigError(f"{url} failed: {message}")
 
 
-async def take_profile(
-    router: str, key: str | None, grid: Grid, limits: EngineLimits, say: Say
-) -> Profile:
-    """``key``: of the API, if router and engines want one."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(headers=headers, connector=connector) as http:
-        return await Measurement(http, router.rstrip("/"), grid, say).take(limits)
+async def take_profile(access: Access, grid: Grid, limits: EngineLimits, say: Say) -> Profile:
+    """``ConfigError`` says which server did not answer, and how."""
+    connector = aiohttp.TCPConnector(limit=0, ssl=access.tls or True)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        return await Measurement(http, access, grid, say).take(limits)

@@ -55,7 +55,7 @@ from vllm_ascend_pd.router.roles import AutoRoles
 from vllm_ascend_pd.router.selection import Labels, Selector, Unavailable
 from vllm_ascend_pd.router.skipping import Skipper
 from vllm_ascend_pd.router.tenants import Tenants, in_progress
-from vllm_ascend_pd.router.tls import engine_context
+from vllm_ascend_pd.router.tls import client_context
 from vllm_ascend_pd.router.tokens import PromptLengths
 from vllm_ascend_pd.router.trace import Trace
 from vllm_ascend_pd.router.tracing import Tracing, make_tracing
@@ -100,7 +100,7 @@ class Router:
         self.config = config
         self._keeper = keeper
         self.is_draining = False
-        self._engine_tls = engine_context(config.tls)
+        self._engine_tls = client_context("--engine-ca", config.tls.engine_ca)
         self._engine_authorization: bytes | None = None
         if config.engine_api_key_file is not None:
             key = read_token("--engine-api-key-file", str(config.engine_api_key_file))

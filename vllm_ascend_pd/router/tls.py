@@ -14,8 +14,6 @@ from vllm_ascend_pd.router.watched_file import WatchedFile
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from vllm_ascend_pd.router.config import TLS
-
 logger = logging.getLogger(__name__)
 
 _MAX_KEY_BYTES = 1 << 20
@@ -61,11 +59,12 @@ class ServerCertificate:
         connection.context = self._newest
 
 
-def engine_context(tls: TLS) -> ssl.SSLContext | None:
-    """For https engines; ``None``: the system's certificate authorities."""
-    if tls.engine_ca is None:
+def client_context(option: str, ca: Path | None) -> ssl.SSLContext | None:
+    """To trust who has a certificate of ``ca``; ``None``: the system's certificate authorities.
+    ``ConfigError`` names ``option``."""
+    if ca is None:
         return None
     try:
-        return ssl.create_default_context(cafile=str(tls.engine_ca))
+        return ssl.create_default_context(cafile=str(ca))
     except (OSError, ssl.SSLError) as e:
-        raise ConfigError(f"--engine-ca: {e}") from e
+        raise ConfigError(f"{option} {ca}: {e}") from e

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.planner.measure import EngineLimits, Grid, Measurement
+from vllm_ascend_pd.planner.measure import Access, EngineLimits, Grid, Measurement
 from vllm_ascend_pd.planner.profile import HandoverPoint, PrefillPoint
 
 GRID = Grid(
@@ -47,7 +47,7 @@ class OneServer(Measurement):
     over keeps it for ``sending_s`` more, and is at the client ``later_s`` after that."""
 
     def __init__(self, sending_s: float, later_s: float) -> None:
-        super().__init__(None, "router", GRID, lambda line: None)  # type: ignore[arg-type]
+        super().__init__(None, Access("router"), GRID, lambda line: None)  # type: ignore[arg-type]
         self._prefill = "P"
         self.sending_s, self.later_s = sending_s, later_s
         self.waiting: list[tuple[float, asyncio.Future[None]]] = []
@@ -104,7 +104,7 @@ class TwoServers(Measurement):
 
     def __init__(self, fails: int = 0) -> None:
         self.said: list[str] = []
-        super().__init__(None, "router", replace(GRID, both_busy=True), self.said.append)  # type: ignore[arg-type]
+        super().__init__(None, Access("router"), replace(GRID, both_busy=True), self.said.append)  # type: ignore[arg-type]
         self._prefill, self._decode = "P", "D"
         self.fails, self.num_asked, self.num_streams = fails, 0, 0
 
@@ -188,10 +188,32 @@ def test_an_error_in_a_stream_is_no_token(num_tokens: int) -> None:
         app.router.add_post("/v1/completions", answer)
         async with TestServer(app) as server, aiohttp.ClientSession() as http:
             url = str(server.make_url(""))
-            measurement = Measurement(http, url, GRID, lambda line: None)
+            measurement = Measurement(http, Access(url), GRID, lambda line: None)
             if num_tokens:
                 assert len(await measurement._token_times(url, [1], 0)) == num_tokens
             with pytest.raises(ConfigError, match="failed: EngineCore has ended"):
                 await measurement._token_times(url, [1], 1)
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize(("is_router", "key"), [(True, "clients"), (False, "engines")])
+def test_router_and_engines_may_want_different_keys(is_router: bool, key: str) -> None:
+    shown: list[str | None] = []
+
+    async def answer(request: web.Request) -> web.Response:
+        shown.append(request.headers.get("Authorization"))
+        return web.Response(text='data: {"choices": []}\n\n')
+
+    async def test() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        async with TestServer(app) as server, aiohttp.ClientSession() as http:
+            url = str(server.make_url("")).rstrip("/")
+            access = Access(url if is_router else "http://router:1", "clients", "engines")
+            measurement = Measurement(http, access, GRID, lambda line: None)
+            await measurement._get(url, "/metrics")
+            await measurement._token_times(url, [1], 1)
+
+    asyncio.run(test())
+    assert shown == [f"Bearer {key}"] * 2

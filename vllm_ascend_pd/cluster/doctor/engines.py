@@ -289,7 +289,13 @@ class Reachable:
 def _fix_of(engine: Engine) -> str:
     if engine.error.startswith("401"):
         return "name a file with the key that it wants with --engine-api-key-file"
-    return f"curl -i {engine.url}/health; then see its log"
+    return fix_of_tls(engine.error) or f"curl -i {engine.url}/health; then see its log"
+
+
+def fix_of_tls(reason: str) -> str:
+    """Of a server whose certificate is not trusted here; else nothing."""
+    is_distrusted = "CERTIFICATE_VERIFY_FAILED" in reason
+    return "give the CA of its certificate with --ca" if is_distrusted else ""
 
 
 class InEngine:

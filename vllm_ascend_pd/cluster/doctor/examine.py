@@ -34,6 +34,7 @@ from vllm_ascend_pd.cluster.doctor.findings import (
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Callable, Sequence
 
     from rich.console import Console
@@ -61,6 +62,8 @@ class Subject:
     """Of the engines."""
     token: str | None = None
     """Of an operator of the router."""
+    tls: ssl.SSLContext | None = None
+    """Of https servers; ``None``: the system's certificate authorities."""
     measure: bool = True
     """Whether the transports of this host are measured, which takes some seconds of a core."""
     topology: Topology | None = None
@@ -109,13 +112,16 @@ async def _findings(subject: Subject) -> AsyncIterator[Finding]:
             yield finding
     if not subject.runs:
         return
-    async with _session(subject.api_key) as asks_router, _session(subject.engine_api_key) as asks:
+    router_session = _session(subject.api_key, subject.tls)
+    engine_session = _session(subject.engine_api_key, subject.tls)
+    async with router_session as asks_router, engine_session as asks:
         async for finding in _running(subject, engines.Web(asks_router), engines.Web(asks)):
             yield finding
 
 
-def _session(key: str | None) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"} if key else {})
+def _session(key: str | None, tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(ssl=tls or True))
 
 
 async def _running(
@@ -132,7 +138,8 @@ async def _running(
                 401: "name a file with one of its --api-keys-file's keys with --api-key-file",
                 404: "give the URL of a router with --router; engines with --prefill and --decode",
             }.get(getattr(e, "status", 0), f"curl -i {subject.router}/health; then see its log")
-            yield fail("router", f"{subject.router}: {reason_of(e)}", fix)
+            reason = reason_of(e)
+            yield fail("router", f"{subject.router}: {reason}", engines.fix_of_tls(reason) or fix)
             if not known and subject.topology is None:
                 return
         else:
