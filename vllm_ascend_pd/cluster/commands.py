@@ -57,6 +57,9 @@ _UNLOGGED = "--disable-access-log-for-endpoints"
 _PROBED = "/health,/metrics,/v1/models"
 """What the router and Prometheus ask for all the time: else most lines of a log."""
 
+_OTHER_ENGINES = frozenset({"instances", "service-discovery", "static-backends"})
+"""Options of a router by which it has engines that are not the topology's."""
+
 _KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer", "both": "kv_both"}
 
 
@@ -286,6 +289,7 @@ def _engine_command(
     engine: PlacedEngine, topology: Topology, device: str, shared: _Shared, programs: Programs
 ) -> Command:
     _check_hash_seed(engine)
+    _check_servers(engine)
     words = ["serve", topology.model, "--host", engine.address, "--port", str(engine.port)]
     if topology.served_model_name:
         words += ["--served-model-name", topology.served_model_name]
@@ -353,6 +357,7 @@ def _router_command(
             " it out, or give roles: operator"
         )
     _refuse_other_secrets(args, topology)
+    _refuse_unknown_labels(args, topology, shared)
     if args.get("host", address) not in (address, "0.0.0.0", "::"):
         raise ConfigError(
             f"router.args.host: engines reach the router at {address}, hosts.{host}.address; leave"
@@ -373,6 +378,26 @@ def _refuse_other_secrets(args: Mapping[str, Any], topology: Topology) -> None:
             raise ConfigError(
                 f"router.args.{option_of_router}: the engines need that file, too; name it as"
                 f" extra_config.{section}.{field}, which the router gets as well"
+            )
+
+
+def _refuse_unknown_labels(args: Mapping[str, Any], topology: Topology, shared: _Shared) -> None:
+    """Which none of the router's engines has: it would wait for one for ever."""
+    if shared.discovery or not _OTHER_ENGINES.isdisjoint(args):
+        return
+    had = topology.extra_config.get("router", {}).get("labels", {}).get("model")
+    fix = "leave it out"
+    if shared.registers:  # else the router has engines as options, which say no labels
+        fix += ", or name one as extra_config.router.labels.model"
+    for option_of_router in ("prefill-model-labels", "decode-model-labels"):
+        said = args.get(option_of_router) or ()
+        parts = said if isinstance(said, list | tuple) else str(said).split(",")
+        wanted = [str(part).strip() for part in parts]
+        if wanted and had not in wanted:
+            there = f"all have {had!r}" if had is not None else "none has any"
+            raise ConfigError(
+                f"router.args.{option_of_router}: no engine has a label of {wanted} ({there});"
+                f" {fix}"
             )
 
 
@@ -437,6 +462,15 @@ def _check_hash_seed(engine: PlacedEngine) -> None:
             f"env.PYTHONHASHSEED is missing: with prefix-caching-hash-algo {algorithm} each engine"
             " would draw its own seed, and no engine would find another one's blocks; set it to"
             " one secret number for all engines, or use sha256"
+        )
+
+
+def _check_servers(engine: PlacedEngine) -> None:
+    said = option(engine.words, "--api-server-count", "-asc")
+    if said is not None and not (said.isdecimal() and int(said)):
+        raise ConfigError(
+            f"{engine.name}: api-server-count must be at least 1, not {said!r}: the router asks an"
+            " engine at its API server; leave it out"
         )
 
 

@@ -457,3 +457,42 @@ def test_what_an_engine_says_of_cached_tokens_is_the_users_to_choose() -> None:
     off = "--no_enable_prompt_tokens_details"
     engine = deployment(more_args=[off]).commands[0]
     assert [word for word in engine.argv if "tokens" in word] == [off]
+
+
+@pytest.mark.parametrize("said", [{"args": {"api_server_count": 0}}, {"more_args": ["-asc", "0"]}])
+def test_engine_without_a_server_is_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="prefill-0: api-server-count must be at least 1"):
+        deployment(**said)
+    deployment(args={"api-server-count": 2})
+
+
+@pytest.mark.parametrize(
+    ("fields", "args", "message"),
+    [
+        ({}, {"prefill-model-labels": "p"}, r"\['p'\] \(none has any\); .* or name one as extra_c"),
+        ({}, {"decode_model_labels": ["x", "y"]}, "decode-model-labels: no engine"),
+        (
+            {"extra_config": {"router": {"labels": {"model": "b"}}}},
+            {"decode-model-labels": "a,c"},
+            "all have 'b'",
+        ),
+        (
+            {"hosts": HOSTS, "prefill": [{"host": "b"}]},
+            {"decode-model-labels": "a"},
+            "none has any.; leave it out$",
+        ),
+    ],
+)
+def test_labels_that_no_engine_has_are_refused(
+    fields: dict[str, Any], args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        deployment(router={"args": args}, **fields)
+    deployment(router={"args": {**args, "instances": "more.json"}}, **fields)
+
+
+def test_labels_that_engines_have() -> None:
+    labels = {"prefill-model-labels": "a, b", "decode-model-labels": ["b"]}
+    extra = {"router": {"labels": {"model": "b"}}}
+    router = deployment(router={"args": labels}, extra_config=extra).commands[-1]
+    assert option(router, "--decode-model-labels") == "b"
