@@ -183,7 +183,7 @@ def up(
     if observe:
         deployment = with_prometheus(deployment, here, logs.absolute() / "prometheus", choose_port)
     commands = deployment.on(here)
-    launch.refuse_busy_ports(commands)
+    launch.refuse_busy_ports(commands, from_file=config is not None)
     launch.refuse_second_launch(deployment)
     if any(command.is_engine for command in commands):
         asyncio.run(launch.refuse_unpatched_engine())

@@ -201,21 +201,37 @@ def write_secrets(paths: Sequence[Path]) -> None:
             raise ConfigError(f"{path} cannot be written ({e})") from e
 
 
-def refuse_busy_ports(commands: Sequence[Command]) -> None:
-    """``ConfigError`` that says who has a port that a command needs."""
+def refuse_busy_ports(commands: Sequence[Command], from_file: bool) -> None:
+    """``ConfigError`` that says who has a port that a command needs, and which field of the
+    topology file, or which option, chooses another one."""
     for command in commands:
-        address, _, own_port = command.url.removeprefix("http://").rpartition(":")
-        # Where the default is taken, an engine chooses another one for its peers.
-        kv_ports = [port for port in command.kv_ports if port != DEFAULT_KV_PORT]
-        for port in (int(own_port), *kv_ports):
+        address = command.url.removeprefix("http://").rpartition(":")[0]
+        for port, fix in _ports(command, from_file):
             if not can_listen(address.strip("[]"), port):
-                owner = port_owner(port)
-                field = "port" if port == int(own_port) else "kv_port"
-                where = "--port" if command.role == "router" else f"its {field} in the topology"
-                raise ConfigError(
-                    f"port {port} of {address}, for {command.name}, is used by"
-                    f" {owner or 'another process'}; choose another one with {where}"
-                )
+                owner = port_owner(port) or "another process"
+                where = f"port {port} of {address}, for {command.name}, is used by {owner}"
+                raise ConfigError(f"{where}; {fix}")
+
+
+def _ports(command: Command, from_file: bool) -> list[tuple[int, str]]:
+    """Each with what to do where it is taken."""
+    own = int(command.url.rpartition(":")[2])
+    choose = "choose another one with"
+    if command.role == "router":
+        return [(own, f"{choose} {'router.port in the topology' if from_file else '--port'}")]
+    if command.role == "master":
+        fix = "end that, or name a master that runs as extra_config.pool.master in the topology"
+        rpc_port = option(list(command.argv), "--rpc-port") or own
+        return [(own, fix), (int(rpc_port), fix)]
+    # Where the default is taken, an engine chooses another one for its peers.
+    kv_ports = [port for port in command.kv_ports if port != DEFAULT_KV_PORT]
+    if not (command.is_engine and from_file):
+        return [(port, "it was free a moment ago: start again") for port in (own, *kv_ports)]
+    group = f"its group in {command.role} of the topology"
+    return [
+        (own, f"{choose} port of {group}"),
+        *((port, f"{choose} kv_port of {group}") for port in kv_ports),
+    ]
 
 
 def refuse_second_launch(deployment: Deployment) -> None:

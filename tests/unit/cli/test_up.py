@@ -190,7 +190,24 @@ def test_a_port_of_an_engine_that_is_taken_is_named(
     assert result.exit_code == 2
     output = " ".join(result.output.replace("│", " ").split())
     assert f"port {port} of 127.0.0.1, for prefill-0, is used by" in output
-    assert f"with its {field} in the topology" in output
+    assert f"choose another one with {field} of its group in prefill of the topology" in output
+
+
+@pytest.mark.parametrize("taken", ["8000", "14500", "14501"])
+def test_a_port_that_is_taken_is_named_as_the_topology_names_it(
+    taken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of the pool's master are no field: nobody chooses them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch, "can_listen", lambda _, port: str(port) != taken)
+    path = tmp_path / "topology.yaml"
+    path.write_text(TOPOLOGY + "extra_config: {pool: {dram_size: 64MiB}}")
+    result = run("--config", str(path), "--host", "a")
+    assert result.exit_code == 2
+    output = " ".join(result.output.replace("│", " ").split())
+    fix = "with router.port in the topology" if taken == "8000" else "as extra_config.pool.master"
+    assert f"port {taken} of 203.0.113.1, for" in output
+    assert fix in output
 
 
 def test_a_router_port_of_another_up_on_another_address_is_refused(
