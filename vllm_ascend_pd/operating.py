@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an operator asks of a router: the HTTP messages beside those of ``registration``.
 
-    GET  /requests                       200 with a JSON array of ``RequestStatus``
+    GET  /requests                       200 with ``RunningRequests``
     POST /requests/{request_id}/move     body ``MoveOrder`` or nothing; 200 with a JSON array of
                                          ``MoveReport``, one for each request of that id, when
                                          they have moved or have not; 504 if a worker of the
@@ -32,6 +32,22 @@ class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Why it cannot move now, or did not when it was last to; ``None`` if nothing is known."""
     moves_to: str | None
     """Where it is about to go on."""
+
+
+class RunningRequests(msgspec.Struct, frozen=True, kw_only=True):
+    """All that the router can tell of."""
+
+    requests: list[RequestStatus]
+    silent_workers: list[str] = []
+    """Of a router of several processes: who did not answer in time, whose requests are missing."""
+
+    @property
+    def missing(self) -> str:
+        """What a person is told of that; empty if nothing is missing."""
+        if not self.silent_workers:
+            return ""
+        names = ", ".join(self.silent_workers)
+        return f"worker {names} of the router does not answer: its requests are not among these"
 
 
 class MoveOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

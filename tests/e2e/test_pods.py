@@ -260,7 +260,7 @@ def test_pods_become_ready_serve_and_end(
         with slow(decodes[0].log), slow(decodes[1].log):
             moved = at_once.submit(complete, router.url, "Once", max_tokens=NUM_TOKENS)
             running = until(
-                lambda: requests.get(f"{router.url}/requests", timeout=30).json(), moved
+                lambda: requests.get(f"{router.url}/requests", timeout=30).json()["requests"], moved
             )
             [ending] = [pod for pod in decodes if pod.name == running[0]["instance"]]
             labels = {**ending.template["metadata"]["labels"], "address": ending.address}

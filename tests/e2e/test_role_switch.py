@@ -111,7 +111,7 @@ def test_streams_move_to_and_fro_and_their_engine_gets_another_role(
         with begun(url, sent, slow=(engines["e1"], engines["e2"])) as ended:
             for target in ("e2", "e1"):
                 with stumbling(router_port):
-                    for one in requests.get(f"{url}/requests", timeout=10).json():
+                    for one in requests.get(f"{url}/requests", timeout=10).json()["requests"]:
                         if one["instance"] != target:
                             move = f"{url}/requests/{one['request_id']}/move"
                             requests.post(move, json={"to": target}, timeout=120)
@@ -158,7 +158,12 @@ def test_whole_answers_move_and_their_engine_may_die(
         before = scraped(engines["e1"].url, COPIED)
         with engines["e1"].slow():
             got = {name: pool.submit(answer, url, ids[name], body) for name, body in sent.items()}
-            until(lambda: len(requests.get(f"{url}/requests", timeout=10).json()) >= num_long - 1)
+            until(
+                lambda: (
+                    len(requests.get(f"{url}/requests", timeout=10).json()["requests"])
+                    >= num_long - 1
+                )
+            )
             until(lambda: scraped(engines["e1"].url, "num_requests_running") >= num_long)
             undrain(url, "e2")
             drained = pool.submit(run, url, "drain", "e1")

@@ -69,7 +69,7 @@ async def move(d: Deployment, request_id: str = "one", **order: Any) -> list[dic
 async def listed(d: Deployment) -> list[dict[str, Any]]:
     async with d.http.get(f"{d.url}/requests") as response:
         assert response.status == 200
-        running: list[dict[str, Any]] = await response.json()
+        running: list[dict[str, Any]] = (await response.json())["requests"]
         return running
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import psutil
 import pytest
 
@@ -27,7 +28,7 @@ from vllm_ascend_pd import registration
 from vllm_ascend_pd.backends.socket_folder import SocketFolder
 from vllm_ascend_pd.cluster.machine import answers
 from vllm_ascend_pd.cluster.operator import RouterOperator
-from vllm_ascend_pd.operating import MoveOrder
+from vllm_ascend_pd.operating import MoveOrder, RunningRequests
 from vllm_ascend_pd.registration import DrainOrder
 from vllm_ascend_pd.router.workers.worker import CONFIG_FILE
 
@@ -364,15 +365,15 @@ def test_operator_reaches_the_requests_of_all_workers(tmp_path: Path) -> None:
             posting = [asyncio.ensure_future(c.post(**sent)) for _ in range(12)]
             name = c.decode.url.removeprefix("http://")
             async with RouterOperator(c.url) as operator:
-                while sum(one.stays is None for one in await operator.requests()) < 12:
+                while sum(one.stays is None for one in (await operator.requests()).requests) < 12:
                     await asyncio.sleep(0.05)
-                first, *_ = await operator.requests()
+                first, *_ = (await operator.requests()).requests
                 to = MoveOrder(to=c.prefill.url.removeprefix("http://"))
                 [report] = await operator.move(first.request_id, to)
                 assert report.outcome == "moved"
                 await operator.drain(name, DrainOrder(seconds=None))
                 await c.until(lambda: c.decode.num_in_progress == 0)
-                assert {one.instance for one in await operator.requests()} == {to.to}
+                assert {one.instance for one in (await operator.requests()).requests} == {to.to}
                 assert not any(one.done() for one in posting)
                 c.prefill.token_s = c.decode.token_s = 0
                 assert await asyncio.gather(*posting) == [200] * 12
@@ -412,9 +413,18 @@ def test_worker_that_hangs_is_named_to_an_operator_and_not_waited_for(tmp_path: 
                 async with http.post(f"{c.url}/requests/none/move") as response:
                     return response.status, await response.text()
 
+            async def listed() -> RunningRequests:
+                async with http.get(f"{c.url}/requests") as response:
+                    return msgspec.json.decode(await response.read(), type=RunningRequests)
+
             # On connections of their own, of which some are to the one that hangs.
+            looking = [asyncio.ensure_future(listed()) for _ in range(20)]
             asking = [asyncio.ensure_future(move()) for _ in range(20)]
             try:
+                done, _ = await asyncio.wait(
+                    looking, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                assert done.pop().result().silent_workers == ["1"]
                 done, _ = await asyncio.wait(
                     asking, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -423,6 +433,6 @@ def test_worker_that_hangs_is_named_to_an_operator_and_not_waited_for(tmp_path: 
                 assert "worker 1 of this router does not answer" in told.pop()[1]
             finally:
                 os.kill(hung, signal.SIGCONT)
-                await asyncio.gather(*asking)
+                await asyncio.gather(*asking, *looking)
 
     run(test)

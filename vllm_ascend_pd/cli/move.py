@@ -10,7 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.cluster.operator import RouterOperator
-    from vllm_ascend_pd.operating import MoveReport, RequestStatus
+    from vllm_ascend_pd.operating import MoveReport, RequestStatus, RunningRequests
 
 app = typer.Typer(add_completion=False)
 
@@ -82,20 +82,29 @@ def move(
     async def ask() -> int:
         async with operator_of(router, token_file, ca) as operator:
             if listing:
-                typer.echo(_table(await operator.requests()))
-                return 0
+                found = await operator.requests()
+                typer.echo(_table(found.requests))
+                return _say_missing(found)
             if to is not None:
                 await operator.refuse_unknown([to])
             if source is None:
                 return await _move_all(operator, requests or [], to, were_listed=False)
-            running = [one for one in await operator.requests() if one.instance == source]
-            if not running:
+            found = await operator.requests()
+            ids = [one.request_id for one in found.requests if one.instance == source]
+            if not ids:
                 await operator.refuse_unknown([source])
                 typer.echo(f"nothing runs on {source}")
-            ids = [one.request_id for one in running]
-            return await _move_all(operator, ids, to, were_listed=True)
+            code = await _move_all(operator, ids, to, were_listed=True)
+            return max(code, _say_missing(found))
 
     raise typer.Exit(asyncio.run(ask()))
+
+
+def _say_missing(found: RunningRequests) -> int:
+    """Whether anything is missing, as an exit code."""
+    if found.missing:
+        typer.echo(f"vllm-pd move: {found.missing}; ask again", err=True)
+    return int(bool(found.missing))
 
 
 def operator_of(router: str, token_file: str | None, ca: Path | None) -> RouterOperator:

@@ -61,9 +61,11 @@ async def _emptied(
         found = [one for one in await operator.instances() if one.instance_id == instance_id]
         if not found:
             raise ConfigError(f"{instance_id} is gone")
-        running = [one for one in await operator.requests() if one.instance == instance_id]
+        told_of = await operator.requests()
+        running = [one for one in told_of.requests if one.instance == instance_id]
         count = num_left(found[0])
         line = f"{instance_id} {_left(count, running)}" if count else ""
+        line += f" ({told_of.missing})" if line and told_of.missing else ""
         if line != told:
             yield line
             told = line

@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RequestStatus
+from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RunningRequests
 from vllm_ascend_pd.registration import DrainOrder, InstanceStatus, Role, RoleOrder
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ class RouterOperator:
         assert self._session is not None
         await self._session.close()
 
-    async def requests(self) -> list[RequestStatus]:
+    async def requests(self) -> RunningRequests:
         """All that engines answer now."""
-        return await self._ask("GET", REQUESTS, list[RequestStatus])
+        return await self._ask("GET", REQUESTS, RunningRequests)
 
     async def move(self, request_id: str, order: MoveOrder) -> list[MoveReport]:
         """What became of those of this id."""

@@ -110,13 +110,15 @@ class RollingRestart:
         """What keeps them from being idle, for a person."""
         names = [status.instance_id for status in ranks]
         try:
-            running = [one for one in await self.router.requests() if one.instance in names]
+            told = await self.router.requests()
         except ConfigError:
             names = []
         if not names:
             return "the router is silent"
         num_left = sum(status.num_left for status in ranks)
-        return ", ".join([f"{num_left} requests are left", *who_cannot_move(running)])
+        running = [one for one in told.requests if one.instance in names]
+        missing = [told.missing] if told.missing else []
+        return ", ".join([f"{num_left} requests are left", *who_cannot_move(running), *missing])
 
     async def _until_up(self, child: Child) -> None:
         while child.state is State.READY and child.restart.is_set():

@@ -98,7 +98,7 @@ SCHEMAS: dict[str, Schema] = {
         [
             *(registration.Registration, registration.InstanceStatus, registration.Registered),
             *(registration.DrainOrder, registration.RoleOrder),
-            *(operating.RequestStatus, operating.MoveOrder, operating.MoveReport),
+            *(operating.RunningRequests, operating.MoveOrder, operating.MoveReport),
         ],
         ref_template="#/components/schemas/{name}",
     )[1],
@@ -155,11 +155,10 @@ def _registry() -> dict[str, Schema]:
     }
     gone = {204: _answer("It gets no new requests")}
     moved = _list({"$ref": "#/components/schemas/MoveReport"})
-    running = _list({"$ref": "#/components/schemas/RequestStatus"})
     moves = {200: _answer("What became of it", _content(moved))}
     refused = (400, 403, 404, 408, 504)
     move = _operation("move", "Have a running request go on elsewhere", moves, *refused)
-    answered = {200: _answer("Requests that engines answer now", _content(running))}
+    answered = {200: _answer("Requests that engines answer now", _content("RunningRequests"))}
     requests = _operation("requests", "Every request in progress", answered, 403)
     named: Schema = {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._:+=@-]{0,127}$"}
     request_id: Schema = {"name": "request_id", "in": "path", "required": True, "schema": named}

@@ -7,7 +7,13 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RequestStatus
+from vllm_ascend_pd.operating import (
+    REQUESTS,
+    MoveOrder,
+    MoveReport,
+    RequestStatus,
+    RunningRequests,
+)
 from vllm_ascend_pd.router.answers import error_response, json_response
 from vllm_ascend_pd.router.incoming import BodyError, read_order
 from vllm_ascend_pd.router.move_states import MoveState
@@ -27,7 +33,7 @@ OPERATOR = "operator"
 class Requests(Protocol):
     """Requests in progress: of this process, or of all workers."""
 
-    async def requests(self) -> list[RequestStatus]:
+    async def requests(self) -> RunningRequests:
         """All that an engine answers now."""
 
     async def move(self, request_id: str, order: MoveOrder) -> tuple[list[MoveReport], list[str]]:
@@ -42,8 +48,8 @@ class OwnRequests:
         self._registry = registry
         self._moves = moves
 
-    async def requests(self) -> list[RequestStatus]:
-        return [_status(one) for one in self._moves.running]
+    async def requests(self) -> RunningRequests:
+        return RunningRequests(requests=[_status(one) for one in self._moves.running])
 
     async def move(self, request_id: str, order: MoveOrder) -> tuple[list[MoveReport], list[str]]:
         found = [one for one in self._moves.running if one.job.trace.request_id == request_id]

@@ -17,7 +17,7 @@ from tests.router.harness import Deployment, deployed, until
 from tests.router.moving import SLOW, Client, name
 from vllm_ascend_pd.cli import main
 from vllm_ascend_pd.cluster.operator import RouterOperator
-from vllm_ascend_pd.operating import MoveOrder, MoveReport, RequestStatus
+from vllm_ascend_pd.operating import MoveOrder, MoveReport, RunningRequests
 
 Typed = Callable[..., Awaitable[Result]]
 
@@ -74,9 +74,10 @@ def test_a_request_that_has_ended_keeps_no_other_from_moving(
     """Typed, it may be a slip; after ``--from`` it was there a moment ago."""
     ask = RouterOperator.requests
 
-    async def and_one_that_ends(operator: RouterOperator) -> list[RequestStatus]:
-        found = await ask(operator)
-        return [msgspec.structs.replace(found[0], request_id="ended"), *found]
+    async def and_one_that_ends(operator: RouterOperator) -> RunningRequests:
+        found = (await ask(operator)).requests
+        ended = msgspec.structs.replace(found[0], request_id="ended")
+        return RunningRequests(requests=[ended, *found])
 
     async def test(d: Deployment, typed: Typed) -> None:
         client = Client(d, "one", max_tokens=400)
@@ -99,6 +100,22 @@ def test_a_request_that_has_ended_keeps_no_other_from_moving(
         await client.rest()
 
     beside_a_router(test)
+
+
+@pytest.mark.parametrize("option", ["--list", "--from"])
+def test_a_list_that_lacks_a_workers_requests_says_so(
+    monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    async def of_one_worker(operator: RouterOperator) -> RunningRequests:
+        return RunningRequests(requests=[], silent_workers=["1"])
+
+    async def known(operator: RouterOperator, names: object) -> None: ...
+
+    monkeypatch.setattr(RouterOperator, "requests", of_one_worker)
+    monkeypatch.setattr(RouterOperator, "refuse_unknown", known)
+    result = run("move", option, *(["d"] if option == "--from" else []))
+    assert result.exit_code == 1
+    assert "worker 1 of the router does not answer: its requests are not among" in result.stderr
 
 
 def test_an_outcome_that_only_a_later_router_knows_is_told_as_it_is(

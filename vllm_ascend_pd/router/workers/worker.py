@@ -18,7 +18,7 @@ import uvloop
 from aiohttp import web
 
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.operating import MoveOrder, MoveReport, RequestStatus
+from vllm_ascend_pd.operating import MoveOrder, MoveReport, RequestStatus, RunningRequests
 from vllm_ascend_pd.router.app import Router
 from vllm_ascend_pd.router.config import set_up_logging, unpack
 from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
@@ -102,10 +102,10 @@ class KeeperLink:
     async def say(self, instance_id: str, word: Word) -> None:
         await self._ask("PUT", f"/registered/{instance_id}/word", msgspec.json.encode(word))
 
-    async def requests(self) -> list[RequestStatus]:
+    async def requests(self) -> RunningRequests:
         told = await self._ask("GET", "/requests")
-        found, _ = msgspec.json.decode(told, type=tuple[list[RequestStatus], list[str]])
-        return found
+        found, silent = msgspec.json.decode(told, type=tuple[list[RequestStatus], list[str]])
+        return RunningRequests(requests=found, silent_workers=silent)
 
     async def move(self, request_id: str, order: MoveOrder) -> tuple[list[MoveReport], list[str]]:
         sent = msgspec.json.encode((request_id, order))
@@ -134,7 +134,8 @@ class KeeperLink:
 
     async def _requests(self, request: web.Request) -> web.Response:
         assert self._router is not None
-        return web.Response(body=msgspec.json.encode(await self._router.requests.requests()))
+        own = await self._router.requests.requests()
+        return web.Response(body=msgspec.json.encode(own.requests))
 
     async def _move(self, request: web.Request) -> web.Response:
         assert self._router is not None
