@@ -340,6 +340,11 @@ def test_own_networks_and_the_pools_own_master_are_kept() -> None:
     ("changes", "message"),
     [
         ({"hosts": {"a": {"address": "10.0.0.1"}}}, "hosts: Kubernetes says where pods run"),
+        (
+            {"prefill": [{"port": 8000}, {"port": 8100}]},
+            r"prefill\[1\].port: .* that is 8000; leave",
+        ),
+        ({"decode": [{"kv_port": 9}]}, r"decode\[0\].kv_port: .* that is 14600; leave it out"),
         ({"device": None}, "device is missing"),
         (
             {"extra_config": {"security": {"allowed_peers": ["10.0.0.0/8"]}, "pool": {}}},

@@ -78,6 +78,7 @@ def manifests(topology: Topology, image: str) -> list[Object]:
         raise ConfigError(
             "both: each of several routers would choose roles by itself; give prefill and decode"
         )
+    _refuse_ports(topology)
     peers = topology.extra_config.get("security", {}).get("allowed_peers", ANYWHERE)
     if wants_master(topology) and not set(ANYWHERE) <= set(peers):
         raise ConfigError(
@@ -88,6 +89,21 @@ def manifests(topology: Topology, image: str) -> list[Object]:
     workloads = _workloads(topology)
     made = [_deployment(one, topology, image) for one in workloads]
     return made + [_master_service(one) for one in workloads if one.command.role == "master"]
+
+
+def _refuse_ports(topology: Topology) -> None:
+    """Of groups: probes and routers know an engine by the ports that all pods have."""
+    for role, groups in topology.groups:
+        for index, group in enumerate(groups):
+            for field, said, port in (
+                ("port", group.port, PORT),
+                ("kv_port", group.kv_port, KV_PORT),
+            ):
+                if said not in (None, port):
+                    raise ConfigError(
+                        f"{role}[{index}].{field}: each engine is alone in its pod, where that is"
+                        f" {port}; leave it out"
+                    )
 
 
 def alert_rules() -> Object:
