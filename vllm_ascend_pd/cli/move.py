@@ -19,7 +19,7 @@ TokenFile = Annotated[
     str | None,
     typer.Option(
         help="The router's --registration-token-file. Not needed for a router of this host that has"
-        " none, or that a `vllm-pd up` of yours has started."
+        " none or, where its URL is a loopback one, that a `vllm-pd up` of yours has started."
     ),
 ]
 CA = Annotated[

@@ -25,6 +25,11 @@ CONNECT_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 30.0
 """But for a move, which takes its time."""
 _FIX = "give it with --router"
+_TOKEN_FIX = (
+    "name the router's --registration-token-file with --token-file (of a `vllm-pd up`: .token in"
+    " the folder of its logs, unless its topology names one)"
+)
+"""Without it only that of an own ``vllm-pd up`` is known, and only at a loopback URL."""
 
 
 class RouterAway(ConfigError):
@@ -115,7 +120,7 @@ class RouterOperator:
                     f"{method} {url}: {response.status}: {self.url} answers, and not as a router"
                     " does: give the URL of a router with --router, not that of an engine"
                 )
-            hint = " (--token-file)" if response.status == 403 else ""
+            hint = f"; {_TOKEN_FIX}" if response.status in (401, 403) else ""
             refused = NotFound if response.status == 404 else ConfigError
             raise refused(f"{method} {url}: {response.status}: {message}{hint}")
         try:

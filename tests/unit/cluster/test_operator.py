@@ -43,3 +43,18 @@ def test_who_asks_an_engine_is_told_so(body: str) -> None:
                 await operator.instances()
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_who_needs_a_token_is_told_which_option_names_it(status: int) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"error": {"type": "no", "message": "no"}}, status=status)
+
+    async def test() -> None:
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", answer)
+        async with TestServer(app) as server, RouterOperator(str(server.make_url(""))) as operator:
+            with pytest.raises(ConfigError, match="registration-token-file with --token-file"):
+                await operator.instances()
+
+    asyncio.run(test())
