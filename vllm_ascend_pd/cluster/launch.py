@@ -61,6 +61,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ROUTER_PATIENCE_S = 180.0
+_HURRY_S = 10.0
+"""For a router to end its requests at once, and its workers: killed, it would leave these to end
+their requests by themselves."""
 _AFTER_DRAIN_S = 10.0
 """For a process to end once it has nothing more to answer."""
 _LOCK = ".lock"
@@ -278,7 +281,14 @@ async def launch(
 ) -> int:
     """Start ``commands`` and keep them up; the exit code of ``vllm-pd up``."""
     specs = [
-        ChildSpec(one.name, one.argv, one.env, answers(one.asked), responds(one.asked))
+        ChildSpec(
+            one.name,
+            one.argv,
+            one.env,
+            answers(one.asked),
+            responds(one.asked),
+            hurry_s=_HURRY_S if one.role == "router" else 0.0,
+        )
         for one in commands
     ]
     log_dir, patience = manner.log_dir, with_drains(manner.patience, commands)

@@ -74,6 +74,8 @@ class ChildSpec:
     """Asked again and again, with the id of its process group."""
     is_alive: Callable[[], Awaitable[bool]] | None = None
     """Asked once it is up; ``None``: nobody asks."""
+    hurry_s: float = 0.0
+    """After a second stop it gets SIGINT, and SIGKILL so long after that; 0: SIGKILL at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +89,6 @@ class Patience:
     early_stop_s: float = 3.0
     """The same before it is up, when it has nothing to finish and vLLM may not listen; and of one
     that does not answer."""
-    hurry_s: float = 0.0
-    """The same after a second stop; if there is time at all, it gets SIGINT."""
     orphan_s: float = 60.0
     """The same when the supervisor itself was killed."""
     first_backoff_s: float = 1.0

@@ -162,7 +162,7 @@ class Supervisor:
                 was_well = child.state is State.READY and not note
                 if not note:
                     self._advance(child, ChildEvent.END, "")
-                await self._terminate(process, exited, was_well)
+                await self._terminate(child.spec, process, exited, was_well)
                 if note:
                     self._crashed(child, note)
             elif not self._stop.is_set():
@@ -249,16 +249,20 @@ class Supervisor:
         return min(doubled, self._patience.max_backoff_s)
 
     async def _terminate(
-        self, process: subprocess.Popen[bytes], exited: asyncio.Task[int], was_well: bool
+        self,
+        spec: ChildSpec,
+        process: subprocess.Popen[bytes],
+        exited: asyncio.Task[int],
+        was_well: bool,
     ) -> None:
         """SIGTERM for the leader, which ends its own children; SIGKILL for who is left."""
         process.terminate()
         kill = asyncio.create_task(self._kill.wait())
         patience_s = self._patience.stop_s if was_well else self._patience.early_stop_s
         await asyncio.wait({exited, kill}, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        if kill.done() and not exited.done() and self._patience.hurry_s:
+        if kill.done() and not exited.done() and spec.hurry_s:
             process.send_signal(signal.SIGINT)
-            await asyncio.wait({exited}, timeout=self._patience.hurry_s)
+            await asyncio.wait({exited}, timeout=spec.hurry_s)
         kill.cancel()
         await asyncio.gather(kill, return_exceptions=True)
         _signal_group(process.pid, signal.SIGKILL)

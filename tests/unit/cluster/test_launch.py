@@ -91,6 +91,40 @@ def test_a_closed_terminal_does_not_end_what_was_told_to_ignore_it(tmp_path: Pat
         signal.signal(signal.SIGHUP, before)
 
 
+POLITE = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("was told", flush=True))
+signal.signal(signal.SIGINT, lambda *_: sys.exit(print("hurries", flush=True)))
+print("up", flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+def test_a_second_stop_has_a_router_end_its_workers_itself(tmp_path: Path) -> None:
+    log = tmp_path / "router.log"
+
+    async def said(text: str) -> None:
+        while not (log.exists() and log.read_text() == text):
+            await asyncio.sleep(0.01)
+
+    async def test() -> None:
+        argv = (sys.executable, "-c", POLITE)
+        command = Command("router", "router", "localhost", argv, {}, ASKED.removesuffix("/health"))
+        manner = Manner(tmp_path, Patience(early_stop_s=60))
+        launching = asyncio.create_task(
+            launch(Deployment((command,), command.url), [command], "m", Console(quiet=True), manner)
+        )
+        await said("up\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+        await said("up\nwas told\n")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await launching == 0
+        assert log.read_text() == "up\nwas told\nhurries\n"
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EPIPE])
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_processes_go_on_when_nothing_can_be_shown(

@@ -328,8 +328,8 @@ def test_a_second_stop_is_a_sigint_for_who_gets_time_to_hurry(tmp_path: Path) ->
         return log.read_text() == "up\n"
 
     async def scenario() -> None:
-        patience = Patience(startup_s=20, stop_s=60, hurry_s=10, probe_s=0.05)
-        spec = ChildSpec("a", (sys.executable, "-c", POLITE), {}, is_up)
+        patience = Patience(startup_s=20, stop_s=60, probe_s=0.05)
+        spec = ChildSpec("a", (sys.executable, "-c", POLITE), {}, is_up, hurry_s=10)
         watched = Watched([spec], tmp_path, patience)
         await watched.until_ready()
         watched.supervisor.stop()
@@ -341,16 +341,20 @@ def test_a_second_stop_is_a_sigint_for_who_gets_time_to_hurry(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
+async def watched_by_nobody(group: int) -> bool:
+    return True
+
+
 def test_a_child_may_end_just_before_a_second_stop() -> None:
     async def scenario() -> None:
-        patience = Patience(hurry_s=10)
-        supervisor = Supervisor([], None, lambda child: None, lambda: None, patience)
+        spec = ChildSpec("a", ("true",), {}, watched_by_nobody, hurry_s=10)
+        supervisor = Supervisor([], None, lambda child: None, lambda: None)
         process = subprocess.Popen("true", start_new_session=True)
         process.wait()
         supervisor.stop()
         supervisor.stop()
         exited = asyncio.create_task(asyncio.sleep(0.1, 0))  # its end is not known yet
-        await supervisor._terminate(process, exited, was_well=True)
+        await supervisor._terminate(spec, process, exited, was_well=True)
 
     asyncio.run(scenario())
 

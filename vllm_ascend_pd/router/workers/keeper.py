@@ -331,13 +331,13 @@ async def _serve(config: RouterConfig, folder: Path, on_ready: Callable[[], None
             {},
             worker.is_up,
             worker.is_alive,
+            HURRY_S,
         )
         for name, worker in keeper.workers.items()
     ]
     patience = Patience(
         stop_s=config.drain_s + HURRY_S,
         orphan_s=config.drain_s + HURRY_S,
-        hurry_s=HURRY_S,
         first_backoff_s=MIN_BACKOFF_S,
         max_backoff_s=MAX_BACKOFF_S,
         stable_s=STABLE_S,
