@@ -20,7 +20,6 @@ from vllm_ascend_pd.cluster.emptying import drain
 from vllm_ascend_pd.cluster.operator import RouterOperator
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.router import background
-from vllm_ascend_pd.router.drains import AT_ONCE
 
 SPREAD = replace(PATIENT, policy="least-loaded")
 
@@ -134,9 +133,12 @@ def test_undone_drain_ends_the_moves_and_brings_requests_back() -> None:
     run(test)
 
 
-def test_few_requests_move_at_a_time() -> None:
+@pytest.mark.parametrize(("num_workers", "at_once"), [(1, 8), (3, 3)])
+def test_few_requests_move_at_a_time(num_workers: int, at_once: int) -> None:
+    """Of one of several workers its share."""
+
     async def test() -> None:
-        async with deployed(1, 2, SPREAD, **SLOW) as d:
+        async with deployed(1, 2, replace(SPREAD, num_workers=num_workers), **SLOW) as d:
             leaving, other = d.decodes
             assert await told(d, name(other)) == 204
             clients = [Client(d, f"r{i}", max_tokens=100) for i in range(20)]
@@ -145,11 +147,11 @@ def test_few_requests_move_at_a_time() -> None:
             other.script(", ".join(["hang"] * 20))
             assert await told(d, name(other), undo=True) == 204
             assert await told(d, name(leaving)) == 204
-            await until(lambda: other.num_in_progress == AT_ONCE)
-            assert sum(one["stays"] == "moving" for one in await listed(d)) == AT_ONCE
+            await until(lambda: other.num_in_progress == at_once)
+            assert sum(one["stays"] == "moving" for one in await listed(d)) == at_once
             for client in clients:
                 assert is_whole(await client.events(), leaving)
-            assert other.most_in_progress == AT_ONCE
+            assert other.most_in_progress == at_once
 
     run(test)
 

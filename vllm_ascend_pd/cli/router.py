@@ -158,7 +158,7 @@ def router(
         option(
             ROUTING,
             "off, or load: streams move from the engine whose KV cache is fullest to the emptiest"
-            " one, the shortest first.",
+            " one, the shortest first. Of several --workers each moves its own, one at a time.",
         ),
     ] = "off",
     prefill_model_labels: Annotated[

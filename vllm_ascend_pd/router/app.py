@@ -24,7 +24,7 @@ from vllm_ascend_pd.router.bodies import BadRequest
 from vllm_ascend_pd.router.cors import CrossOrigin
 from vllm_ascend_pd.router.deadlines import LoopLag
 from vllm_ascend_pd.router.discovery.registered import RegisteredDiscovery, Roster, follow
-from vllm_ascend_pd.router.drains import Drains
+from vllm_ascend_pd.router.drains import Drains, share_of
 from vllm_ascend_pd.router.front import check_target
 from vllm_ascend_pd.router.generation import Generation
 from vllm_ascend_pd.router.health import Prober
@@ -182,7 +182,7 @@ class Router:
         self.access_log = AccessLog(config.access_log)
         self._retired: set[Instance] = set()
         self._alone = Roster(self.follow)
-        self._drains = Drains(self.moves, self.metrics)
+        self._drains = Drains(self.moves, self.metrics, share_of(config.num_workers))
         self._draining: asyncio.Task[None] | None = None
         self.registered = RegisteredDiscovery(
             self.registry, config.registration_token_file, keeper or self._alone

@@ -34,13 +34,18 @@ _FOR_NOW = ("moving", "no_token")
 """Obstacles that pass."""
 
 
-def to_move(running: Sequence[Answering], now: float) -> list[Answering]:
+def share_of(num_workers: int) -> int:
+    """Of ``AT_ONCE``, for one of several workers, each of which moves what it has."""
+    return -(-AT_ONCE // num_workers)
+
+
+def to_move(running: Sequence[Answering], now: float, at_once: int) -> list[Answering]:
     """Of those whose engines they leave, the ones that begin to move now, oldest first."""
     moving = Counter(one.instance for one in running if one.move is not None)
     chosen = []
     for one in running:
         is_due = one.failed_at is None or now >= one.failed_at + RETRY_S * 2**one.num_failed
-        if is_due and one.obstacle() is None and moving[one.instance] < AT_ONCE:
+        if is_due and one.obstacle() is None and moving[one.instance] < at_once:
             moving[one.instance] += 1
             chosen.append(one)
     return chosen
@@ -52,6 +57,8 @@ class Drains:
 
     moves: Moves
     metrics: Metrics
+    at_once: int = AT_ONCE
+    """Moves away from one engine."""
     _told: set[Answering] = field(default_factory=set)
     """Those that stay, counted already."""
 
@@ -72,7 +79,7 @@ class Drains:
         if not leaving:
             return
         there = [one for one in running if one.instance in leaving]
-        for one in to_move(there, now):
+        for one in to_move(there, now, self.at_once):
             if self.moves.may_leave(one.instance):
                 self.moves.start(one, None, REASON)
         for one in there:

@@ -3,7 +3,8 @@
 
 One look chooses a pair of engines and a request, whose move must leave the fuller of the two less
 full than it was. So for the same requests the moves come to an end. An engine takes part in one
-move at a time, and in the next one when it has told how full it is since.
+move at a time, and in the next one when it has told how full it is since. Each of a router's
+workers looks at its own requests, and knows of no other one's moves.
 
 A request that its engine has preempted waits there, without memory, until others end. Its stream
 stands still while others of the engine go on, and so it moves first: the other engine is told its
