@@ -368,7 +368,9 @@ def test_engine_that_ends_while_the_next_one_is_drained_takes_it_not_with_it(
 
             other = c.pid("d1")
             async with Kills(c.deployment.url) as router:
-                with pytest.raises(RestartError, match="d0 came up and did not stay so: see"):
+                with pytest.raises(
+                    RestartError, match=r"did not stay so \(killed by SIGKILL\): see"
+                ):
                     await roll(c, router, "d0", "d1")
             assert c.pid("d1") == other
 

@@ -187,8 +187,7 @@ class _Restarted:
         """``RestartError`` if one did not stay up: no other one is given up then."""
         for child, num_crashes in self._crashes:
             if child.num_crashes > num_crashes:
-                why = f" ({child.note})" if child.note else ""
                 raise RestartError(
-                    f"{child.spec.name} came up and did not stay so{why}: see {child.log}; no other"
-                    " engine is restarted"
+                    f"{child.spec.name} came up and did not stay so ({child.last_crash}): see"
+                    f" {child.log}; no other engine is restarted"
                 )

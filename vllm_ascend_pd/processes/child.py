@@ -115,6 +115,8 @@ class Child:
     """``time.monotonic`` of the last change of state."""
     pid: int | None = None
     num_crashes: int = 0
+    last_crash: str = ""
+    """Why it ended by itself, or was ended, last."""
     note: str = ""
     """Why it is in this state, for a person."""
     num_backoffs: int = 0

@@ -238,6 +238,7 @@ class Supervisor:
         if child.state is State.READY and was_stable:
             child.num_backoffs = 0
         child.num_crashes += 1
+        child.last_crash = note
         if self._announced:
             child.num_backoffs += 1
             note += f"; starts again in {self._next_backoff(child):g} s"
