@@ -156,6 +156,13 @@ def test_options_that_cannot_work_are_named(model: str, options: list[str], mess
         configure(model, *options)
 
 
+def test_workers_that_ray_starts_are_refused(model: str) -> None:
+    """They would all give peers the address of the engine's host."""
+    with pytest.raises(ValueError, match=r"leave out --distributed-executor-backend ray; .*nnodes"):
+        configure(model, "--distributed-executor-backend=ray", "--tensor-parallel-size=2")
+    configure(model, "--distributed-executor-backend=ray")
+
+
 @pytest.mark.parametrize("kind", ["tensor", "data"])
 def test_schedulers_of_several_workers_are_refused(
     moe: str, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -97,6 +97,13 @@ def check_config(config: VllmConfig) -> None:
             ),
         ),
         (
+            parallel.distributed_executor_backend == "ray" and parallel.world_size > 1,
+            (
+                "workers that Ray starts, which may be on hosts whose addresses they are not told"
+                " (leave out --distributed-executor-backend ray; for several hosts give --nnodes)"
+            ),
+        ),
+        (
             parallel.prefill_context_parallel_size > 1,
             "prefill context parallel sizes above 1",
         ),
@@ -287,7 +294,10 @@ def check_supported(scheduler: Scheduler) -> None:
                 " --max-num-scheduled-tokens and --long-prefill-token-threshold if they are set)"
             ),
         ),
-        (scheduler.hash_block_size != scheduler.block_size, "hash blocks smaller than KV blocks"),
+        (
+            scheduler.hash_block_size != scheduler.block_size,
+            "hash blocks smaller than KV blocks (leave out --prefix-match-unit)",
+        ),
         (scheduler.is_encoder_decoder, "encoder-decoder models"),
     )
 
