@@ -136,11 +136,12 @@ class Parking:
         """How many tokens of its tail the request is admitted with.
 
         A tail that is loaded already takes the place of the block that was just allocated for it;
-        else this step loads it into that one.
+        else this step loads it into that one. A request that reads no prefix cache computes it.
         """
         request = source.request
         num_full = self._size.tail_index(request.num_tokens)
-        offers = source.offers and num_hits == num_full
+        is_read = not request.skip_reading_prefix_cache
+        offers = is_read and source.offers and num_hits == num_full
         num_tail = self.num_tail_tokens(source) if offers else 0
         if num_tail:
             tables = [block_table(self._manager, request, group) for group in self._groups]
