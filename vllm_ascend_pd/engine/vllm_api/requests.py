@@ -77,8 +77,7 @@ def tell_output(
     """What tells the client of output that no step has computed. With ``ended`` the request, which
     waits, ends with this status.
     """
-    if scheduler.log_stats:
-        request.record_event(EngineCoreEventType.SCHEDULED, time.monotonic())
+    _note_scheduled(scheduler, request)
     prefill_stats = request.take_prefill_stats()
     params = None
     if ended is not None:
@@ -114,6 +113,7 @@ def _tell_end(
     scheduler: Scheduler, request: Request, status: Any, params: dict[str, Any]
 ) -> EngineCoreOutput:
     scheduler.finish_requests(request.request_id, status)
+    _note_scheduled(scheduler, request)
     return EngineCoreOutput(
         request_id=request.request_id,
         new_token_ids=[],
@@ -122,6 +122,12 @@ def _tell_end(
         kv_transfer_params=params,
         trace_headers=request.trace_headers,
     )
+
+
+def _note_scheduled(scheduler: Scheduler, request: Request) -> None:
+    """By now, if not before: else the front end counts the time from the host's start on."""
+    if scheduler.log_stats:
+        request.record_event(EngineCoreEventType.SCHEDULED, time.monotonic())
 
 
 def end_aborted(scheduler: Scheduler, request: Request) -> None:
