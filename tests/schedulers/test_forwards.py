@@ -29,9 +29,10 @@ from vllm.multimodal.inputs import (
     PlaceholderRange,
 )
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder
 
+from tests.engine.scripted_source import ScriptedSource
 from tests.schedulers.harness import (
     NUM_BLOCKS,
     POLL_LIMIT_S,
@@ -51,6 +52,8 @@ from vllm_ascend_pd.engine.scheduler.forwards_out import ForwardsOut
 from vllm_ascend_pd.engine.scheduler.producer import Producer
 from vllm_ascend_pd.engine.scheduler.supported import check_config
 from vllm_ascend_pd.engine.vllm_api.guests import encode_request, make_guest, read_request
+from vllm_ascend_pd.engine.vllm_api.queues import give_row_back, take_out
+from vllm_ascend_pd.engine.vllm_api.status import is_running, put_away
 from vllm_ascend_pd.errors import ConfigError, TransferError
 from vllm_ascend_pd.transfer.control import OpenOutcome
 from vllm_ascend_pd.wire import Extend, Go, More, Opened, TokenLogprobs, Told
@@ -609,6 +612,25 @@ def test_request_that_is_computed_again_goes_once_it_decodes(
     outcomes = pair.run()
     pair.expect_whole()
     assert outcomes == {"ended": 1}
+
+
+def test_request_that_has_been_away_is_new_to_the_worker_though_it_was_preempted_before(
+    engines: Engines,
+) -> None:
+    """To its workers it has ended: as one that is resumed they would not know it, and end."""
+    engine = engines.make("kv_both")
+    request, scheduler = engine.add("r", PROMPT, max_tokens=NUM_OUTPUT), engine.scheduler
+    engine.run(lambda: len(engine.tokens["r"]) >= 3)
+    engine.preempt(request)
+    found = ScriptedSource(request, 0)
+    engine.run(lambda: is_running(request) and len(engine.tokens["r"]) >= 8)
+    while engine.in_flight:
+        engine.finish_step()
+    take_out(scheduler, request)
+    give_row_back(scheduler)
+    put_away(scheduler, request)
+    assert found.queued_status is RequestStatus.WAITING
+    engine.abort("r")
 
 
 def test_request_whose_kv_a_consumer_is_told_of_ends_where_it_is(

@@ -105,8 +105,12 @@ def queue_as(request: Request, status: Any) -> None:
 
 
 def status_in_queue(request: Request, at_arrival: Any) -> Any:
-    """What a request goes back to that waits for no KV any more."""
-    return RequestStatus.PREEMPTED if request.num_preemptions else at_arrival
+    """What a request goes back to that waits for no KV any more. One that was ``put_away`` since it
+    was preempted is new to the worker.
+    """
+    if request.num_preemptions:
+        return RequestStatus.PREEMPTED
+    return RequestStatus.WAITING if at_arrival == RequestStatus.PREEMPTED else at_arrival
 
 
 def is_completed(request: Request) -> bool:
