@@ -281,6 +281,18 @@ def test_update_states_reaches_vllms(sources: Sources) -> None:
     assert calls_super(sources.method(RUNNER_V1, "NPUModelRunner", "_update_states"))
 
 
+def test_producer_tells_earlier_stages_no_sampled_token(sources: Sources) -> None:
+    """Why one whose pipeline runs ahead is refused."""
+    apply = sources.method(
+        RUNNER_V1, "NPUModelRunner", "_apply_pp_sampled_tokens_from_scheduler_output"
+    )
+    (leaves, *_) = (node for node in ast.walk(apply) if isinstance(node, ast.If))
+    assert "self._is_pd_prefill_worker()" in ast.unparse(leaves.test)
+    assert isinstance(leaves.body[0], ast.Return)
+    names = {name for method in sources.methods(RUNNER_V1) for name in calls(method.node)}
+    assert not any("_pp_receive" in name or "_pp_broadcast" in name for name in names)
+
+
 def test_forward_runs_inside_context_and_report(sources: Sources) -> None:
     """One ``with``: the forward context (which waits), the output (which reports), the model."""
     execute = sources.method(RUNNER_V1, "NPUModelRunner", "execute_model")

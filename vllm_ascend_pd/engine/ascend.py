@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import Role
+from vllm_ascend_pd.engine.vllm_api.config import pipeline_runs_ahead
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class AscendFacts:
     dyntra_lb: bool = False
     xlite_graph: bool = False
     sparse_kv_offload: bool = False
+    pipeline_runs_ahead: bool = False
+    """Model Runner V1 with pipeline stages and async scheduling."""
 
 
 def is_ascend(vllm_config: VllmConfig) -> bool:
@@ -75,6 +78,7 @@ def ascend_facts(vllm_config: VllmConfig) -> AscendFacts:
         dyntra_lb=ascend.scheduler_config.dyntra_lb_config.enabled,
         xlite_graph=ascend.xlite_graph_config.enabled,
         sparse_kv_offload=ascend.sparse_kv_offload_config.enabled,
+        pipeline_runs_ahead=pipeline_runs_ahead(vllm_config),
     )
 
 
@@ -149,5 +153,10 @@ def _problems(facts: AscendFacts, role: Role) -> Iterator[str]:
         yield "dyntra_lb_config marks running requests as preempted although they keep their blocks"
     if facts.xlite_graph:
         yield "xlite_graph_config runs no layer hook, so attention would not wait for its KV"
+    if role is Role.PRODUCER and facts.pipeline_runs_ahead:
+        yield (
+            "earlier pipeline stages of a producer are told no sampled token, so any answer of more"
+            " than one token would be wrong: set --no-async-scheduling, or give kv_both"
+        )
     if facts.sparse_kv_offload:
         yield "sparse_kv_offload_config keeps KV in host memory, where it is not looked for"

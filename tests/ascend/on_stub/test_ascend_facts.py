@@ -49,7 +49,9 @@ def vllm_config(**model: Any) -> Any:
         model_config=SimpleNamespace(
             **{"use_mla": False, "hf_text_config": hf, "hf_config": hf, **model}
         ),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, async_scheduling=True),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        use_v2_model_runner=False,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         quant_config=None,
     )
@@ -87,6 +89,21 @@ def test_quantized_mla_is_what_a_consumer_quantizes(
     assert ascend_facts(config).quantizes_mla is quantizes
     config.kv_transfer_config = SimpleNamespace(is_kv_consumer=True)
     assert enable_fa_quant(config) is quantizes
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "is_async", "is_v2"),
+    [(1, True, False), (2, False, False), (2, True, True), (2, True, False)],
+)
+def test_pipeline_runs_ahead_with_stages_and_async_scheduling_in_the_first_runner(
+    ascend: Any, num_stages: int, is_async: bool, is_v2: bool
+) -> None:
+    config = vllm_config()
+    config.parallel_config.pipeline_parallel_size = num_stages
+    config.scheduler_config.async_scheduling = is_async
+    config.use_v2_model_runner = is_v2
+    expected = (num_stages, is_async, is_v2) == (2, True, False)
+    assert ascend_facts(config).pipeline_runs_ahead is expected
 
 
 def test_limit_of_mlapo_is_that_of_vllm_ascend() -> None:

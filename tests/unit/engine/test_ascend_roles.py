@@ -45,6 +45,7 @@ def test_setting_that_works_is_let_through(role: Role, facts: dict[str, Any]) ->
         ({"dyntra_lb": True}, {P, D, BOTH}, "dyntra_lb_config"),
         ({"xlite_graph": True}, {P, D, BOTH}, "xlite_graph_config"),
         ({"sparse_kv_offload": True}, {P, D, BOTH}, "sparse_kv_offload_config"),
+        ({"pipeline_runs_ahead": True}, {P}, "--no-async-scheduling"),
     ],
 )
 def test_setting_that_cannot_work_is_refused_by_name(

@@ -232,6 +232,18 @@ def keeps_states(config: VllmConfig) -> bool:
     return bool(model.has_inner_state)
 
 
+def pipeline_runs_ahead(config: VllmConfig) -> bool:
+    """Whether Model Runner V1 schedules steps of pipeline stages before it knows what is sampled.
+
+    Touches:
+        vllm/config/scheduler.py:SchedulerConfig.async_scheduling
+        vllm/config/vllm.py:VllmConfig.use_v2_model_runner
+    """
+    whole: Any = config
+    has_stages = config.parallel_config.pipeline_parallel_size > 1
+    return has_stages and whole.scheduler_config.async_scheduling and not whole.use_v2_model_runner
+
+
 def is_pooling_model(config: VllmConfig) -> bool:
     """Whether it decodes nothing.
 
