@@ -628,6 +628,7 @@ def test_request_that_gets_nothing_waits_for_the_engine_alone(
 ) -> None:
     request = world.request()
     request.status = status
+    request.num_preemptions = int(status == RequestStatus.PREEMPTED)
     world.source.add(request)
     assert request.status == RequestStatus.WAITING_FOR_KV
     world.now += 0.2
