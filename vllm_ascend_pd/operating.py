@@ -15,6 +15,8 @@ from __future__ import annotations
 import msgspec
 
 REQUESTS = "/requests"
+TRUST_FIX = "give the CA of its certificate with --ca"
+"""What an operator is told of a server whose certificate is not trusted here."""
 
 
 class RequestStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,13 @@ import msgspec
 
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.errors import ConfigError
-from vllm_ascend_pd.operating import REQUESTS, MoveOrder, MoveReport, RunningRequests
+from vllm_ascend_pd.operating import (
+    REQUESTS,
+    TRUST_FIX,
+    MoveOrder,
+    MoveReport,
+    RunningRequests,
+)
 from vllm_ascend_pd.registration import DrainOrder, InstanceStatus, Role, RoleOrder
 
 if TYPE_CHECKING:
@@ -110,7 +116,7 @@ class RouterOperator:
         except (aiohttp.ClientError, asyncio.TimeoutError) as e:
             why = str(e) or repr(e)
             is_distrusted = isinstance(e, aiohttp.ClientConnectorCertificateError)
-            fix = "give the CA of its certificate with --ca" if is_distrusted else _FIX
+            fix = TRUST_FIX if is_distrusted else _FIX
             message = f"no router answers at {self.url} ({why}): {fix}"
             raise RouterAway(message) from e
         if response.status >= 400:

@@ -19,6 +19,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.operating import TRUST_FIX
 from vllm_ascend_pd.planner.profile import (
     FORMAT,
     BesidePoint,
@@ -404,7 +405,7 @@ class Measurement:
                 body = await response.read()
         except (aiohttp.ClientError, asyncio.TimeoutError) as e:
             is_distrusted = isinstance(e, aiohttp.ClientConnectorCertificateError)
-            fix = "; give the CA of its certificate with --ca" if is_distrusted else ""
+            fix = f"; {TRUST_FIX}" if is_distrusted else ""
             raise ConfigError(f"{url}{path} does not answer: {type(e).__name__}: {e}{fix}") from e
         if response.status != 200:
             option = "--api-key-file" if url == self._router else "--engine-api-key-file"

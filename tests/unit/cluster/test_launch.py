@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from tests.router.harness import FAST, deployed
+from tests.unit.processes.test_supervisor import POLITE
 from vllm_ascend_pd.cluster import log_rotation
 from vllm_ascend_pd.cluster.commands import Command, Deployment
 from vllm_ascend_pd.cluster.display import Display
@@ -89,16 +90,6 @@ def test_a_closed_terminal_does_not_end_what_was_told_to_ignore_it(tmp_path: Pat
         launch_one_that_talks(tmp_path, is_ignored)
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-POLITE = """
-import signal, sys, time
-signal.signal(signal.SIGTERM, lambda *_: print("was told", flush=True))
-signal.signal(signal.SIGINT, lambda *_: sys.exit(print("hurries", flush=True)))
-print("up", flush=True)
-while True:
-    time.sleep(600)
-"""
 
 
 def test_a_second_stop_has_a_router_end_its_workers_itself(tmp_path: Path) -> None:

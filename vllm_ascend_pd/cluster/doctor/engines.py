@@ -15,6 +15,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
+from vllm_ascend_pd.operating import TRUST_FIX
 from vllm_ascend_pd.registration import RANK_HEADER, ROLE_OF, InstanceStatus, Role
 
 if TYPE_CHECKING:
@@ -295,7 +296,7 @@ def _fix_of(engine: Engine) -> str:
 def fix_of_tls(reason: str) -> str:
     """Of a server whose certificate is not trusted here; else nothing."""
     is_distrusted = "CERTIFICATE_VERIFY_FAILED" in reason
-    return "give the CA of its certificate with --ca" if is_distrusted else ""
+    return TRUST_FIX if is_distrusted else ""
 
 
 class InEngine:
