@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import Role
-from vllm_ascend_pd.engine.vllm_api.config import pipeline_runs_ahead
 from vllm_ascend_pd.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,6 +57,8 @@ def ascend_facts(vllm_config: VllmConfig) -> AscendFacts:
     from vllm_ascend.ascend_config import get_ascend_config
     from vllm_ascend.device.device_config import is_310p
     from vllm_ascend.utils import is_c8_mxfp_kv_quant, model_uses_sfa_sparse
+
+    from vllm_ascend_pd.engine.vllm_api.config import pipeline_runs_ahead
 
     ascend = get_ascend_config()
     model = vllm_config.model_config
