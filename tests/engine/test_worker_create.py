@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import KVTransferConfig
+from vllm.model_executor.layers.attention import Attention, MLAAttention
+from vllm.model_executor.layers.attention.chunked_local_attention import ChunkedLocalAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 
 from tests.engine.test_device_caches import (
     ALIGNMENT,
@@ -72,6 +75,8 @@ class Host:
         self.device = KnowingDevice()
         self.host_copier: BlockCopier = PythonBlockCopier()
         self.copy_threads = 0
+        self.layers: dict[str, type] = {}
+        """The classes of those that are not ``Attention``."""
         self.pool_arguments: tuple[Any, ...] = ()
         self.worker: Any = None
         self.results: list[LoadResult] = []
@@ -110,6 +115,11 @@ class Host:
             kv_transfer_config=config,
             speculative_config=None,
             parallel_config=SimpleNamespace(world_size=1),
+            compilation_config=SimpleNamespace(
+                static_forward_context={
+                    name: object.__new__(self.layers.get(name, Attention)) for name in caches
+                }
+            ),
             max_concurrent_batches=1,
         )
         PDConfig.from_kv_transfer_config(config)
@@ -341,6 +351,36 @@ def test_pool_is_given_the_engine_of_the_transfers(make_host: Callable[[], Host]
     assert host.device.knows(slots.region.base, slots.region.size)
     slots.close()
     assert [call[3] for call in host.native.calls if call[0] == "initialize"] == ["ascend"]
+
+
+class RenamedMLAAttention(MLAAttention):
+    """As vllm-ascend has it."""
+
+
+class OwnAttention(Attention):
+    """As a model of a plugin may bring it along."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("kind", "reads_early"),
+    [
+        (Attention, False),
+        (ChunkedLocalAttention, False),
+        (RenamedMLAAttention, False),
+        (MambaMixer2, True),
+        (OwnAttention, True),
+    ],
+)
+def test_attention_that_calls_no_hook_reads_early(
+    make_host: Callable[[], Host], kind: type, reads_early: bool
+) -> None:
+    host = make_host()
+    host.layers[NAMES[1]] = kind
+    worker = host.start("kv_consumer", GQA, {name: combined() for name in NAMES[:2]})
+    assert worker.layers.read_early is reads_early
 
 
 def test_second_engine_of_a_process_is_refused_with_the_ways_out(

@@ -18,6 +18,7 @@ class VllmConfig(Protocol):
     parallel_config: ParallelConfig
     scheduler_config: SchedulerConfig
     device_config: DeviceConfig
+    compilation_config: CompilationConfig
     load_config: LoadConfig
     lora_config: LoRAConfig | None
     speculative_config: SpeculativeConfig | None
@@ -29,6 +30,12 @@ class VllmConfig(Protocol):
 
     @property
     def max_concurrent_batches(self) -> int: ...
+
+
+class CompilationConfig(Protocol):
+    """Touches: vllm/config/compilation.py:CompilationConfig"""
+
+    static_forward_context: dict[str, Any]
 
 
 class ModelConfig(Protocol):

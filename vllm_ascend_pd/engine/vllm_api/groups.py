@@ -16,13 +16,16 @@ from vllm_ascend_pd.kv.span import NO_BLOCK, GroupBlocks, KVGroup, Span
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig
+    from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
     from vllm_ascend_pd.engine.vllm_api.types import (
         KVCacheBlock,
         KVCacheManager,
         Request,
     )
 
+
+_ATTENTION = "vllm.model_executor.layers.attention."
+"""Where the classes are whose forward calls ``hooks.StepHooks``."""
 
 MAX_CUTS = 16
 """Of a page: each is copied by itself."""
@@ -181,6 +184,20 @@ def hooked_layers(config: KVCacheConfig) -> list[str]:
     for name, size in sizes.items():
         largest[place_of(name)] = max(size, largest.get(place_of(name), 0))
     return [name for name, size in sizes.items() if size == largest[place_of(name)]]
+
+
+def reads_early(config: VllmConfig, layers: Iterable[str]) -> bool:
+    """Whether one of these layers may read its cache where no hook waits: all but vLLM's own
+    attention, as what keeps states, what an indexer keeps, or attention that a model brings along.
+
+    Touches:
+        vllm/config/compilation.py:CompilationConfig.static_forward_context
+        vllm/model_executor/layers/attention/attention.py:Attention.forward
+        vllm/model_executor/layers/attention/mla_attention.py:MLAAttention.forward
+    """
+    modules = config.compilation_config.static_forward_context
+    forwards = (type(modules[name]).forward for name in layers)
+    return any(not forward.__module__.startswith(_ATTENTION) for forward in forwards)
 
 
 def page_bytes(config: KVCacheConfig) -> int:

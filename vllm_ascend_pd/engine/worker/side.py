@@ -36,7 +36,7 @@ from vllm_ascend_pd.engine.threads import (
     sleep_where_cores_are_few,
 )
 from vllm_ascend_pd.engine.vllm_api.config import has_drafter
-from vllm_ascend_pd.engine.vllm_api.groups import has_caches_beside, hooked_layers, kv_groups
+from vllm_ascend_pd.engine.vllm_api.groups import hooked_layers, kv_groups, reads_early
 from vllm_ascend_pd.engine.worker.device_step import DeviceWorkerSide
 from vllm_ascend_pd.engine.worker.kv_caches import locate
 from vllm_ascend_pd.engine.worker.pool_start import start_pool
@@ -176,7 +176,7 @@ def _create(
         caches.layers,
         stage,
         has_drafter(vllm_config),
-        has_caches_beside(kv_cache_config) or any(group.states for group in groups),
+        reads_early(vllm_config, kv_caches),
         hooked_layers(kv_cache_config),
     )
     memory = WorkerMemory(transports, pools, live_regions)

@@ -135,8 +135,8 @@ class WorkerLayers:
     drafts: bool = False
     """Some are those of a drafter, which runs behind the model."""
     read_early: bool = False
-    """Some are read where no hook waits for them: states before the forward, what an indexer keeps
-    before its layer's attention."""
+    """Some may be read where no hook waits for them: states before the forward, what an indexer
+    keeps before its layer's attention, and what a model's own attention reads."""
     hooked: Collection[str] = ()
     """Those that each forward saves, the drafter's apart."""
 
