@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import vllm
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.request import RequestStatus
 
@@ -153,6 +154,24 @@ def test_drafts_behind_a_loaded_prompt_have_room_or_wait(engines: Engines, num_b
     consumer.run_to_end()
     consumer.expect_tokens("other", 20)
     consumer.expect_tokens("c", 4)
+
+
+@pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
+def test_rows_for_drafts_are_left_out_where_what_is_in_them_is_verified(
+    engines: Engines, is_v2: bool
+) -> None:
+    """vLLM pads a step that computes one token; Model Runner V2 of 0.30 takes zeros for drafts."""
+    producer = engines.make("kv_producer", first_token="auto", num_drafts=3)
+    consumer = engines.make("kv_consumer", first_token="auto", num_drafts=3)
+    consumer.scheduler.use_v2_model_runner = is_v2
+    params = producer.prefill("p", prompt_of(40))
+    request = consumer.add("c", prompt_of(40), params, max_tokens=6)
+    output = consumer.schedule_until_admitted(request).output
+    is_verified = is_v2 and vllm.__version__.startswith("0.30.")
+    assert output.num_scheduled_tokens == {"c": 1 if is_verified else 4}
+    assert output.scheduled_spec_decode_tokens == ({} if is_verified else {"c": [-1] * 3})
+    consumer.run_to_end()
+    consumer.expect_tokens("c", 6)
 
 
 # A request that ends with it.

@@ -55,6 +55,7 @@ class Request(Protocol):
     trace_headers: Mapping[str, str] | None
     all_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
+    spec_token_ids: list[int]
 
     @property
     def num_tokens(self) -> int: ...
@@ -120,6 +121,7 @@ class Scheduler(Protocol):
     num_waiting_for_streaming_input: int
     is_encoder_decoder: bool
     use_eagle_block_drop: bool
+    use_v2_model_runner: bool
     log_stats: bool
     defer_block_free: bool
     requests: dict[str, Request]
