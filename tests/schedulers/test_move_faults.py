@@ -290,6 +290,38 @@ def use_all_blocks(engine: Engine, beside: str = "", times: int = 1) -> None:
         assert not beside or engine.requests[beside] in engine.scheduler.running
 
 
+def test_request_that_goes_on_after_a_stop_has_no_drafts(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that runs ahead is told of those of the last step only, which was another's."""
+    wire = Wire(monkeypatch, "frozen", "lost")
+    move = Move(engines, num_drafts=3, **PATIENT)
+    schedule, outputs = move.source.schedule, list[Any]()
+
+    def note() -> Any:
+        step = schedule()
+        outputs.append(step.output)
+        return step
+
+    def leave(move: Move) -> None:
+        for _ in range(3):
+            move.source.step()
+        move.target.abort("t")
+
+    monkeypatch.setattr(move.source, "schedule", note)
+    move.source.add("beside", prompt_of(20, 500), max_tokens=NUM_OUTPUT, temperature=0)
+    move.begin()
+    move.run(wire, leave)
+    move.expect_one_answer()
+    assert not move.has_left
+    names = ["r" if "r" in it.num_scheduled_tokens else "" for it in outputs]
+    stopped = names.index("", names.index("r"))
+    goes_on = names.index("r", stopped)
+    assert "beside" in outputs[goes_on - 1].num_scheduled_tokens
+    assert "r" not in outputs[goes_on].scheduled_spec_decode_tokens
+    assert "r" in outputs[goes_on + 1].scheduled_spec_decode_tokens
+
+
 @pytest.mark.parametrize("num_known", [3, 13, 14, 15])
 def test_windows_slide_while_they_are_copied(
     engines: Engines,

@@ -13,7 +13,7 @@ from vllm_ascend_pd.engine.scheduler.move_states import LEAVING, Leaving, Leavin
 from vllm_ascend_pd.engine.scheduler.parts import Common, Ending, Part
 from vllm_ascend_pd.engine.vllm_api.config import computes_in_lock_step
 from vllm_ascend_pd.engine.vllm_api.lora import adapters_fit
-from vllm_ascend_pd.engine.vllm_api.queues import give_row_back, take_out
+from vllm_ascend_pd.engine.vllm_api.queues import give_row_back, put_back, take_out
 from vllm_ascend_pd.engine.vllm_api.requests import (
     is_seeded,
     named,
@@ -261,7 +261,7 @@ class MovesOut(Part):
         if was_stopped:
             give_row_back(self._scheduler)
             if is_running(request):
-                self._scheduler.running.insert(move.place, request)
+                put_back(self._scheduler, request, move.place)
                 if not adapters_fit(self._scheduler):
                     preempt(self._scheduler, request, time.monotonic(), drops_output=False)
 

@@ -85,6 +85,14 @@ def take_out(scheduler: Scheduler, request: Request) -> int:
     return place
 
 
+def put_back(scheduler: Scheduler, request: Request, place: int) -> None:
+    """Schedule again what was taken out, without drafts: an engine that runs ahead is told only of
+    those of the last step, and holds no others against a grammar.
+    """
+    scheduler.running.insert(place, request)
+    request.spec_token_ids = []
+
+
 def give_row_back(scheduler: Scheduler) -> None:
     """A request that was taken out has ended, or goes back into the queue."""
     scheduler.num_waiting_for_streaming_input -= 1
