@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import vllm
 from msgspec.structs import replace
 from vllm import PoolingParams, SamplingParams
 from vllm.multimodal.inputs import (
@@ -526,8 +527,12 @@ def test_logprobs_are_those_of_the_last_tokens_that_are_told(
     pair.expect_whole()
 
 
+MAX_RUNNING = (
+    "max_num_running_reqs" if vllm.__version__.startswith("0.30.") else "max_num_active_reqs"
+)
 REFUSALS: dict[str, Callable[[Pair], object]] = {
     "busy": lambda pair: setattr(pair.guests, "is_ending", lambda: True),
+    "busy ": lambda pair: setattr(pair.target.scheduler, MAX_RUNNING, 0),
     "wrong_role": lambda pair: setattr(pair.guests, "engine_core", lambda: None),
     "incompatible": lambda pair: setattr(forwards_in, "WIRE_VERSION", -1),
     "bad_params": lambda pair: setattr(pair.target.scheduler, "max_model_len", 200),

@@ -18,7 +18,7 @@ from vllm_ascend_pd.engine.vllm_api.engine import is_paused
 from vllm_ascend_pd.engine.vllm_api.grammars import why_other_masks
 from vllm_ascend_pd.engine.vllm_api.guests import add_guest, make_guest, read_request
 from vllm_ascend_pd.engine.vllm_api.logprobs import read_logprobs
-from vllm_ascend_pd.engine.vllm_api.queues import num_waiting
+from vllm_ascend_pd.engine.vllm_api.queues import max_running, num_waiting
 from vllm_ascend_pd.engine.vllm_api.requests import end_aborted
 from vllm_ascend_pd.engine.vllm_api.status import is_completed
 from vllm_ascend_pd.errors import TransferError
@@ -122,7 +122,7 @@ class ForwardsIn(Part):
     def _begin(self, message: Take | More) -> _Guest | Refused:
         if isinstance(message, More):
             return _refused(message, Cause.LEASE_EXPIRED, "it is not here any more")
-        core, limits = self.engine_core(), self._common.scheduler.scheduler_config
+        core = self.engine_core()
         if message.version != WIRE_VERSION:
             return _refused(message, Cause.INCOMPATIBLE, f"wire version {WIRE_VERSION} here")
         if self._common.config.security.secret_file is None:
@@ -140,8 +140,8 @@ class ForwardsIn(Part):
         scheduler = self._common.scheduler
         if is_paused(scheduler):
             return _refused(message, Cause.BUSY, "this engine is paused")
-        if len(scheduler.running) + num_waiting(scheduler) >= limits.max_num_seqs:
-            return _refused(message, Cause.BUSY, "max_num_seqs requests are here already")
+        if len(scheduler.running) + num_waiting(scheduler) >= max_running(scheduler):
+            return _refused(message, Cause.BUSY, "as many requests are here as run at once")
         try:
             sent, adapter = read_request(message.request), None
             if detail := why_other_masks(scheduler, sent):

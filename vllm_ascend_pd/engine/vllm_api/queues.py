@@ -33,6 +33,19 @@ def num_waiting(scheduler: Scheduler) -> int:
     return len(first) + len(second)
 
 
+def max_running(scheduler: Scheduler) -> int:
+    """So many run at once, from 0.32 on perhaps fewer than the model runner has rows for.
+
+    Touches:
+        vllm/v1/core/sched/scheduler.py:Scheduler.max_num_active_reqs
+            | vllm/v1/core/sched/scheduler.py:Scheduler.max_num_running_reqs
+    """
+    any_version: Any = scheduler
+    if (num_active := getattr(scheduler, "max_num_active_reqs", None)) is not None:
+        return int(num_active)
+    return int(any_version.max_num_running_reqs)
+
+
 def next_waiting(scheduler: Scheduler, num_requests: int) -> list[Request]:
     """So many, in the order in which they are tried."""
     first, second = waiting_queues(scheduler)
