@@ -114,6 +114,9 @@ class StepHooks(Protocol):
 class WorkerHooks(Protocol):
     """What the functions below delegate to, once a worker has installed it."""
 
+    num_under_way: int
+    """Steps that are under way at a time, at most."""
+
     def begin_step(self, scheduler_output: SchedulerOutput) -> None: ...
     def loads_under_way(self) -> bool: ...
     def is_at_risk(self) -> bool: ...
@@ -259,8 +262,8 @@ def keep_generators(requests: dict[str, CachedRequestState], request_ids: list[s
         request = requests[request_id]
         if request.generator is not None:
             kept = len(request.output_token_ids), request.generator.get_state()
-            # The last two: a step may be under way already when the load of the one before fails.
-            request.pd_kept = (*getattr(request, "pd_kept", ())[-1:], kept)
+            # All of these may be dropped: they are under way before it is known how a load ended.
+            request.pd_kept = (*getattr(request, "pd_kept", ()), kept)[-worker.num_under_way :]
 
 
 def rewind_generator(request: CachedRequestState) -> None:

@@ -21,6 +21,7 @@ from tests.integration.pairs import (
 from tests.integration.pool_steps import POOL, provenance, store
 from tests.integration.test_moves import NUM_OUTPUT, move, outcome_of, two
 from tests.integration.test_preemption import NAMES, NUM_TOKENS, SMALL, decode_all
+from tests.integration.test_seeds import SEEDED
 
 if TYPE_CHECKING:
     from tests.integration.conftest import Engines, SingleEngine
@@ -32,6 +33,10 @@ TWO = json.dumps({"pipeline_parallel_size": 2})
 THREE = json.dumps({"pipeline_parallel_size": 3})
 """Of one, two and one layers."""
 TWO_OF_TWO = json.dumps({"pipeline_parallel_size": 2, "tensor_parallel_size": 2})
+
+runs_ahead = pytest.mark.skipif(
+    not vllm.__version__.startswith("0.30."), reason="this vLLM refuses it with Model Runner V1"
+)
 
 
 def pair_of(
@@ -82,9 +87,7 @@ def test_many_at_once(
             assert answers[name].token_ids == single(prompt, 16).token_ids, (first, name)
 
 
-@pytest.mark.skipif(
-    not vllm.__version__.startswith("0.30."), reason="this vLLM refuses it with Model Runner V1"
-)
+@runs_ahead
 @pytest.mark.parametrize("first_token", ["auto", "compute"])
 @pytest.mark.parametrize("mode", ["step", "park"])
 def test_stages_of_engines_that_run_ahead(
@@ -114,6 +117,30 @@ def test_stages_of_engines_that_run_ahead(
                 expected = single(prompts[name], 16).token_ids
                 assert answers[name].token_ids == expected, (script, name)
     pair.producer.set_faults("ok*")
+
+
+@runs_ahead
+def test_a_failed_load_draws_no_random_numbers(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    """With three stages, two steps more have drawn by then."""
+    pair = pair_of(
+        engines,
+        (ONE, THREE),
+        prompt_of(5, "where"),
+        faults="ok*",
+        runs_ahead=True,
+        load_mode="step",
+    )
+    for script in ("fail", "ok,corrupt"):
+        prompt = prompt_of(300, script)
+        params = pair.producer.prefill(prompt)
+        pair.producer.set_faults(f"{script},ok*")
+        before = pair.consumer.metrics().get("recovered_requests", 0)
+        answer = pair.consumer.ask(prompt, 12, params, **SEEDED)
+        pair.producer.set_faults("ok*")
+        assert pair.consumer.metrics()["recovered_requests"] == before + 1, "a sample was dropped"
+        assert answer.token_ids == single(prompt, 12, **SEEDED).token_ids, script
 
 
 def test_a_stage_serves_its_layers_before_the_prompt_is_computed(

@@ -38,12 +38,13 @@ def test_nothing_is_active_before_a_worker_is_installed() -> None:
     assert hooks.current_step is None
 
 
-@pytest.mark.parametrize(("loads", "dropped"), [(True, 1), (True, 2), (False, 1)])
+@pytest.mark.parametrize(("loads", "dropped"), [(True, 1), (True, 2), (True, 3), (False, 1)])
 def test_what_dropped_samples_drew_is_taken_back(
     monkeypatch: pytest.MonkeyPatch, loads: bool, dropped: int
 ) -> None:
-    """With two samples dropped, a step was under way already when the load of one failed."""
-    monkeypatch.setattr(hooks, "worker", SimpleNamespace(is_at_risk=lambda: loads))
+    """With several samples dropped, steps were under way already when the load of one failed."""
+    worker = SimpleNamespace(is_at_risk=lambda: loads, num_under_way=dropped)
+    monkeypatch.setattr(hooks, "worker", worker)
     generator = torch.Generator().manual_seed(7)
     request: Any = SimpleNamespace(generator=generator, output_token_ids=[])
     for _ in range(5):

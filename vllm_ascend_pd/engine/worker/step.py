@@ -186,7 +186,7 @@ class WorkerSide:
         self._has_loads = False
         self._has_grants = False
         self._packs_ahead = False
-        self._num_under_way = num_under_way
+        self.num_under_way = num_under_way
         self._num_at_risk = 0
         """Steps, the next one included, that may compute on what a load fails to bring."""
         self._reported_server = server is None
@@ -212,7 +212,7 @@ class WorkerSide:
                 self._loader.start_load(load)
             self._has_loads = any(load.in_step for load in meta.loads)
             if self._has_loads:
-                self._num_at_risk = self._num_under_way
+                self._num_at_risk = self.num_under_way
                 if self.layers.read_early:
                     self._loader.wait_all()
         if self.pool is not None:
