@@ -67,6 +67,19 @@ def test_row_of_a_moved_request_keeps_nothing_of_what_it_may_sample(batch: Input
     assert forbidden.sum(dim=1).tolist() == [VOCAB_SIZE - 1, 0]
 
 
+def test_requests_that_change_places_keep_what_they_may_sample(batch: InputBatch) -> None:
+    add(batch, "free")
+    add(batch, "restricted", allowed_token_ids=[7])
+    end_update(batch)
+    batch.swap_states(0, 1)  # as for attention that takes decodes first
+    end_update(batch)
+
+    forbidden = batch.sampling_metadata.allowed_token_ids_mask
+    assert batch.req_ids == ["restricted", "free"]
+    assert forbidden is not None
+    assert forbidden.sum(dim=1).tolist() == [VOCAB_SIZE - 1, 0]
+
+
 def test_placeholders_of_earlier_steps_stay_when_a_neighbour_needs_output_tokens(
     batch: InputBatch,
 ) -> None:

@@ -123,7 +123,12 @@ def test_random_operations(
 
 @pytest.mark.parametrize(
     ("shape", "with_pool", "runs_ahead"),
-    [("drafts", True, True), ("windows", False, True), ("windows with drafts", True, False)],
+    [
+        ("drafts", True, True),
+        ("windows", False, True),
+        ("windows with drafts", True, False),
+        ("mla", True, True),
+    ],
 )
 def test_random_operations_on_engines_of_other_shapes(
     engines: Engines,
@@ -139,17 +144,18 @@ def test_random_operations_on_engines_of_other_shapes(
     if request.config.getoption("--triton"):
         pytest.skip("Triton's interpreter would take minutes for a round")
     draw = _begin(request)
-    if shape == "windows":
+    with_drafts = "drafts" in shape
+    if not with_drafts:
         options: dict[str, Any] = {"model": models(shape)}
     else:
         kind = "eagle" if shape == "drafts" else "windows"
         options = make_options(kind, tmp_path_factory.mktemp("drafters"), base_config)
-    kinds = list(KINDS) if shape == "windows" else DRAFTED
+    kinds = DRAFTED if with_drafts else list(KINDS)
     specs = make_specs(draw, NUM_SPECS, kinds=kinds)
     with fleet.kept(replace(base_config, **options)) as engine:
         llm = {**json.loads(options.get("llm", "{}")), "scheduling_policy": draw.choice(POLICIES)}
         options |= {"llm": json.dumps(llm), "runs_ahead": runs_ahead}
-        if shape != "drafts":
+        if "windows" in shape:
             options["num_blocks"] = 90  # four groups share them
         _run(request, engines, draw, specs, SingleEngine(engine), with_pool, options)
 
