@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from vllm_ascend_pd.engine.scheduler import supported
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytest.register_assert_rewrite("tests.schedulers.harness")
@@ -37,6 +40,17 @@ def base_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     )
     config.cache_config.num_gpu_blocks = NUM_BLOCKS
     return config
+
+
+@pytest.fixture(scope="session", autouse=True)
+def what_never_changes_is_read_once() -> Iterator[None]:
+    """The patches, and the fields of the options, would be for each of thousands of engines: more
+    than half of what it takes to make one.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (supported, "refuse_other_patches"), (msgspec.structs, "fields"):
+            patch.setattr(module, name, cache(getattr(module, name)))
+        yield
 
 
 @pytest.fixture(params=[Scheduler, AsyncScheduler], ids=["sync", "async"])
