@@ -55,6 +55,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0)  # others need the GIL
 
 
 class Producer:
