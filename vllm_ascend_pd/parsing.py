@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import Enum
+from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
@@ -75,13 +76,19 @@ def parse(raw: Any, wanted: type[_T], path: str = "", top: str = "") -> _T:
 def _fields(raw: Any, kind: type[msgspec.Struct], path: str, name: str) -> dict[str, Any]:
     if not isinstance(raw, Mapping):
         raise ConfigError(f"{name} must be a mapping, not {type(raw).__name__}")
-    fields = {field.name: field for field in msgspec.structs.fields(kind)}
+    fields = _fields_of(kind)
     if unknown := [str(key) for key in raw if key not in fields]:
         raise ConfigError(f"{name}: unknown keys {unknown}; valid: {sorted(fields)}")
     if missing := [key for key, field in fields.items() if field.required and key not in raw]:
         raise ConfigError(f"{name}: {missing} is missing")
     within = f"{path}." if path else ""
     return {key: parse(value, fields[key].type, within + key) for key, value in raw.items()}
+
+
+@cache
+def _fields_of(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
+    """By name; msgspec evaluates their annotations each time."""
+    return {field.name: field for field in msgspec.structs.fields(kind)}
 
 
 def _wrong(name: str, raw: Any, kind: Any) -> str:

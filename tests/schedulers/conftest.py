@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import msgspec
 import pytest
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -42,14 +41,11 @@ def base_config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
     return config
 
 
-@pytest.fixture(scope="session", autouse=True)
-def what_never_changes_is_read_once() -> Iterator[None]:
-    """The patches, and the fields of the options, would be for each of thousands of engines: more
-    than half of what it takes to make one.
-    """
+@pytest.fixture(scope="module", autouse=True)
+def patches_are_read_once() -> Iterator[None]:
+    """They would be for each of thousands of engines."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in (supported, "refuse_other_patches"), (msgspec.structs, "fields"):
-            patch.setattr(module, name, cache(getattr(module, name)))
+        patch.setattr(supported, "refuse_other_patches", cache(supported.refuse_other_patches))
         yield
 
 
