@@ -203,6 +203,12 @@ def data_parallel_rank(vllm_config: VllmConfig, params: Any, named: int | None) 
     return rank if type(rank) is int else None
 
 
+def check_params(vllm_config: VllmConfig, params: Any) -> None:
+    """Of a request's sampling, in the front end, complete: raises for what would end the engine."""
+    if in_engine(vllm_config.kv_transfer_config):
+        import_module("vllm_ascend_pd.engine.vllm_api.row_limits").check(vllm_config, params)
+
+
 def install_worker(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_caches: dict[str, Any]
 ) -> None:

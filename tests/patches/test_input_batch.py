@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 VOCAB_SIZE = 16
+BEGINS, ENDS, THINKS = 5, 6, 9
+REASONING: Any = SimpleNamespace(reasoning_start_token_ids=[BEGINS], reasoning_end_token_ids=[ENDS])
 
 
 @pytest.fixture
@@ -28,6 +31,7 @@ def batch() -> InputBatch:
         block_sizes=[16],
         max_num_blocks_per_req=[2],
         logitsprocs=LogitsProcessors(),
+        reasoning_config=REASONING,
         **{name: value for name, value in up_to_031.items() if name in parameters},
     )
 
@@ -65,6 +69,26 @@ def test_row_of_a_moved_request_keeps_nothing_of_what_it_may_sample(batch: Input
     assert batch.req_ids == ["restricted", "free"]
     assert forbidden is not None
     assert forbidden.sum(dim=1).tolist() == [VOCAB_SIZE - 1, 0]
+
+
+def test_row_of_an_ended_request_keeps_nothing_of_how_long_it_may_think(batch: InputBatch) -> None:
+    add(batch, "brief", thinking_token_budget=2)
+    add(batch, "plain")
+    end_update(batch)
+    batch.remove_request("brief")  # and the other one moves to its row
+    end_update(batch)
+
+    given = batch.req_output_token_ids[0]
+    assert batch.req_ids == ["plain"]
+    assert given is not None
+    given += [BEGINS, THINKS, THINKS, THINKS]
+    end_update(batch)
+    holder = batch.sampling_metadata.thinking_budget_state_holder
+    logits = torch.zeros(1, VOCAB_SIZE)
+    logits[0, THINKS] = 1
+    drafts = batch.sampling_metadata.spec_token_ids
+    holder.update_state([given], drafts)
+    assert holder.apply_to_logits(logits, False, drafts).argmax() == THINKS
 
 
 def test_requests_that_change_places_keep_what_they_may_sample(batch: InputBatch) -> None:
