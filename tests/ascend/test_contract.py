@@ -422,6 +422,17 @@ def test_grouped_query_attention_is_an_operator_of_vllm(sources: Sources) -> Non
     assert ast.unparse(opaque.body[-1]) == "return True"
 
 
+def test_no_attention_is_cascade_attention(sources: Sources) -> None:
+    """Why ``uses_cascade_attention`` does not believe the switch that the platform sets."""
+    own = {
+        m.owner
+        for path in sources.paths()
+        for m in sources.methods(path)
+        if m.node.name == "use_cascade_attention"
+    }
+    assert own == set()
+
+
 def test_mla_still_waits_only_for_prefills(sources: Sources) -> None:
     """Else ascend-wait-for-layer-in-mla-decode is needless: drop it."""
     path = "vllm_ascend/attention/mla_v1.py"

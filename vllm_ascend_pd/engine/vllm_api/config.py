@@ -189,7 +189,11 @@ def watermark(config: VllmConfig) -> str:
 
 
 def uses_cascade_attention(config: VllmConfig) -> bool:
-    return not config.model_config.disable_cascade_attn
+    """No engine on NPUs does: vllm-ascend sets ``disable_cascade_attn`` to false in each of them,
+    and has no attention that would.
+    """
+    is_disabled = config.model_config.disable_cascade_attn
+    return not is_disabled and config.device_config.device_type != "npu"
 
 
 def uses_sparse_attention(config: VllmConfig) -> bool:
