@@ -170,6 +170,20 @@ def test_scheduler_copy_commits_the_blocks_of_the_lookup(
     assert given["num_external_computed_tokens"] == "num_external_computed_tokens"
 
 
+def test_balance_scheduler_still_admits_beside_requests_that_are_stopped(sources: Sources) -> None:
+    """``queues.take_out`` counts their rows where the other copies look. If this one looks there,
+    the refusal of ``enable_balance_scheduling`` is needless: drop it.
+    """
+    looks = [
+        "num_waiting_for_streaming_input" in ast.unparse(sources.method(*copy, "schedule"))
+        for copy in SCHEDULER_COPIES
+    ]
+    assert looks == [False, True, True, True]
+    balance = ast.unparse(sources.method(*SCHEDULER_COPIES[0], "schedule"))
+    assert "if len(self.running) == self.max_num_running_reqs:" in balance
+    assert "assert len(self.running) <= self.max_num_running_reqs" in balance
+
+
 @pytest.mark.parametrize("path", sorted({path for path, _ in SCHEDULER_COPIES}))
 def test_preemption_takes_what_recovery_passes(sources: Sources, path: str) -> None:
     """``_preempt_request(request, timestamp, drop_stale_output=True)``: scheduler/recovery.py."""

@@ -40,6 +40,8 @@ class AscendFacts:
     quantizes_mla: bool = False
     """``enable_fa_quant`` of MLA, as a consumer has it."""
     recompute_scheduler: bool = False
+    balances_alone: bool = False
+    """``enable_balance_scheduling`` where no other rank computes in lock-step."""
     dyntra_lb: bool = False
     xlite_graph: bool = False
     sparse_kv_offload: bool = False
@@ -58,7 +60,7 @@ def ascend_facts(vllm_config: VllmConfig) -> AscendFacts:
     from vllm_ascend.device.device_config import is_310p
     from vllm_ascend.utils import is_c8_mxfp_kv_quant, model_uses_sfa_sparse
 
-    from vllm_ascend_pd.engine.vllm_api.config import pipeline_runs_ahead
+    from vllm_ascend_pd.engine.vllm_api.config import computes_in_lock_step, pipeline_runs_ahead
 
     ascend = get_ascend_config()
     model = vllm_config.model_config
@@ -76,6 +78,8 @@ def ascend_facts(vllm_config: VllmConfig) -> AscendFacts:
         and vllm_config.cache_config.cache_dtype in ("fp8", "int8")
         and getattr(vllm_config.quant_config, "enable_fa_quant", False) is True,
         recompute_scheduler=ascend.scheduler_config.recompute_scheduler_enable,
+        balances_alone=ascend.scheduler_config.enable_balance_scheduling
+        and not computes_in_lock_step(vllm_config),
         dyntra_lb=ascend.scheduler_config.dyntra_lb_config.enabled,
         xlite_graph=ascend.xlite_graph_config.enabled,
         sparse_kv_offload=ascend.sparse_kv_offload_config.enabled,
@@ -149,6 +153,12 @@ def _problems(facts: AscendFacts, role: Role) -> Iterator[str]:
         yield (
             "recompute_scheduler_enable ends a preempted request and expects the proxy to send it"
             " to a producer again: turn it off, the request is computed or loaded again in place"
+        )
+    if facts.balances_alone:
+        yield (
+            "enable_balance_scheduling without data parallel ranks that compute in lock-step admits"
+            " requests in place of those that have stopped to move, and the engine ends when one of"
+            " these goes on: turn it off, it balances nothing here"
         )
     if facts.dyntra_lb:
         yield "dyntra_lb_config marks running requests as preempted although they keep their blocks"

@@ -25,7 +25,9 @@ def fields(owner: type) -> set[str]:
 def ascend(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A configuration with the attributes that the classes really have, and their defaults."""
     scheduler = SimpleNamespace(
-        recompute_scheduler_enable=False, dyntra_lb_config=SimpleNamespace(enabled=False)
+        recompute_scheduler_enable=False,
+        enable_balance_scheduling=False,
+        dyntra_lb_config=SimpleNamespace(enabled=False),
     )
     config = SimpleNamespace(
         enable_mlapo=True,
@@ -50,7 +52,7 @@ def vllm_config(**model: Any) -> Any:
             **{"use_mla": False, "hf_text_config": hf, "hf_config": hf, **model}
         ),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=2048, async_scheduling=True),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
         use_v2_model_runner=False,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         quant_config=None,
@@ -104,6 +106,18 @@ def test_pipeline_runs_ahead_with_stages_and_async_scheduling_in_the_first_runne
     config.use_v2_model_runner = is_v2
     expected = (num_stages, is_async, is_v2) == (2, True, False)
     assert ascend_facts(config).pipeline_runs_ahead is expected
+
+
+@pytest.mark.parametrize(("num_ranks", "alone"), [(1, True), (2, False)])
+def test_balance_without_ranks_in_lock_step_is_told(
+    ascend: Any, num_ranks: int, alone: bool
+) -> None:
+    """Where there are some, no running request moves away."""
+    config = vllm_config()
+    config.parallel_config.data_parallel_size = num_ranks
+    assert not ascend_facts(config).balances_alone
+    ascend.scheduler_config.enable_balance_scheduling = True
+    assert ascend_facts(config).balances_alone is alone
 
 
 def test_limit_of_mlapo_is_that_of_vllm_ascend() -> None:

@@ -42,6 +42,7 @@ def test_setting_that_works_is_let_through(role: Role, facts: dict[str, Any]) ->
         ({"quantizes_mla": True}, {P, D}, "enable_fa_quant"),
         ({"uses_c8_mxfp": True}, {P, D, BOTH}, "--kv-cache-dtype"),
         ({"recompute_scheduler": True}, {P, D, BOTH}, "recompute_scheduler_enable"),
+        ({"balances_alone": True}, {P, D, BOTH}, "enable_balance_scheduling"),
         ({"dyntra_lb": True}, {P, D, BOTH}, "dyntra_lb_config"),
         ({"xlite_graph": True}, {P, D, BOTH}, "xlite_graph_config"),
         ({"sparse_kv_offload": True}, {P, D, BOTH}, "sparse_kv_offload_config"),
