@@ -495,6 +495,33 @@ def test_role_effect_that_is_respected_is_still_there(
     assert text in (sources.root / "vllm_ascend" / path).read_text()
 
 
+def test_mlapo_frees_nothing_of_an_engine_that_also_produces(sources: Sources) -> None:
+    """It is off there, but on devices on which nothing is freed."""
+    enabling = ast.unparse(sources.function("vllm_ascend/attention/utils.py", "enabling_mlapo"))
+    assert "not vllm_config.kv_transfer_config.is_kv_producer" in enabling
+    assert enabling.count("return") == 2
+    assert "supports(HardwareCapability.UNRESTRICTED_MLAPO)" in enabling
+    (frees,) = (
+        node
+        for method in sources.methods("vllm_ascend/attention/mla_v1.py")
+        for node in ast.walk(method.node)
+        if isinstance(node, ast.If) and "self.q_proj.weight = None" in map(ast.unparse, node.body)
+    )
+    conditions = ast.unparse(frees.test)
+    assert "self.enable_mlapo" in conditions
+    assert "not get_current_hardware_profile().supports(HardwareCapability.FP8_ATTENTION)" in (
+        conditions
+    )
+    devices = [
+        ast.unparse(found)
+        for found in ast.walk(sources.tree("vllm_ascend/device/hardware_profile.py"))
+        if isinstance(found, ast.Set)
+    ]
+    unrestricted = [it for it in devices if "HardwareCapability.UNRESTRICTED_MLAPO" in it]
+    assert unrestricted
+    assert all("HardwareCapability.FP8_ATTENTION" in it for it in unrestricted)
+
+
 # Mooncake and streams ---------------------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 MLAPO_MAX_TOKENS = 1024
-"""``MLAPO_MAX_SUPPORTED_TOKENS`` of vllm-ascend: up to here a consumer frees weights."""
+"""``MLAPO_MAX_SUPPORTED_TOKENS`` of vllm-ascend: up to here a pure consumer frees weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _problems(facts: AscendFacts, role: Role) -> Iterator[str]:
             " KV does not arrive"
         )
     elif (
-        role.consumes
+        role is Role.CONSUMER
         and facts.uses_mla
         and facts.enable_mlapo
         and not facts.keeps_prefill_weights

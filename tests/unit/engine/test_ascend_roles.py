@@ -35,7 +35,7 @@ def test_setting_that_works_is_let_through(role: Role, facts: dict[str, Any]) ->
     ("facts", "roles", "named"),
     [
         ({"is_310p": True}, {P, D, BOTH}, "310P"),
-        (SMALL_BATCH, {D, BOTH}, "mlapo_keep_prefill_weights"),
+        (SMALL_BATCH, {D}, "mlapo_keep_prefill_weights"),
         ({"uses_sparse_attention": True}, {P, D, BOTH}, "sparse attention"),
         ({"enable_kv_nz": True}, {D}, "enable_kv_nz"),
         ({"enable_c8_quant": True}, {P, D, BOTH}, "C8 quantisation"),
