@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.transfer.raw_peers import RawServer, connected
-from tests.unit.transfer.test_control import LIMIT_S, Producer, make_open, outcome_of, wait_until
+from tests.unit.transfer.raw_peers import LIMIT_S, RawServer, connected, wait_until
+from tests.unit.transfer.test_control import Producer, make_open, outcome_of
 from tests.unit.transfer.test_send_receive import Pair
 from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.errors import ConfigError

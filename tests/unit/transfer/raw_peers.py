@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import socket
 import ssl
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from vllm_ascend_pd.net.listener import Listener, listen
@@ -14,6 +15,13 @@ from vllm_ascend_pd.net.trust import Trust
 from vllm_ascend_pd.types import Endpoint
 
 LIMIT_S = 10.0
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0)  # others need the GIL
 
 
 class RawPeer:

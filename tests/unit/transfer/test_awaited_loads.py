@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.unit.transfer.raw_peers import wait_until
 from tests.unit.transfer.test_send_receive import (
     LIMIT_S,
     NUM_LAYERS,
     NUM_SLOTS,
     PAGE,
     Pair,
-    wait_until,
 )
 from vllm_ascend_pd.backends.fault_script import Fault, FaultKind, FaultScript
 from vllm_ascend_pd.config import PushMode
@@ -258,11 +258,14 @@ def test_producer_that_computes_to_and_fro_is_not_waited_for(
 ) -> None:
     prompt = make_prompt(answer_timeout_s=1000.0)
     prompt.load(timeout_s=60.0)
-    loader = prompt.pair.loader
+    loader, num_there = prompt.pair.loader, 0
     for num_ready in (1, 2) * 5:
         heard_at = dict(loader._heard_at)
         prompt.begin_step(num_ready, num_ready)
         wait_until(lambda before=heard_at: loader._heard_at != before)
+        # What it asks for meanwhile is there before the producer takes it back.
+        num_there = max(num_there, num_ready)
+        wait_until(lambda n=num_there: all(prompt.has(layer, n) for layer in range(NUM_LAYERS)))
         prompt.pair.pass_time(30.0)
         if results := loader.take_results():
             break

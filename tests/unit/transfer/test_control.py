@@ -18,7 +18,13 @@ import msgspec
 import pytest
 
 from tests.clock import Clock
-from tests.unit.transfer.raw_peers import RawServer, connected, silent_server
+from tests.unit.transfer.raw_peers import (
+    LIMIT_S,
+    RawServer,
+    connected,
+    silent_server,
+    wait_until,
+)
 from vllm_ascend_pd.config import DEFAULT_KV_PORT
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.kv.span import GroupBlocks, Span
@@ -46,16 +52,8 @@ from vllm_ascend_pd.wire import (
 )
 
 LEASE_S = 30.0
-LIMIT_S = 10.0
 PAGE_SERVER = PageServer(Endpoint("127.0.0.1", 5), TicketKey())
 NOBODY = Endpoint("127.0.0.1", 9)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0)  # others need the GIL
 
 
 class Producer:

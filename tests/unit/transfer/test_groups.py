@@ -14,7 +14,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.unit.transfer.test_send_receive import PAGE, Pair, wait_until
+from tests.unit.transfer.raw_peers import wait_until
+from tests.unit.transfer.test_send_receive import PAGE, Pair
 from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout
 from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.config import PushMode

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from tests.pages import one_group
-from tests.unit.transfer.raw_peers import connected
-from tests.unit.transfer.test_send_receive import ask, wait_until
+from tests.unit.transfer.raw_peers import connected, wait_until
+from tests.unit.transfer.test_send_receive import ask
 from vllm_ascend_pd.backends.block_copy import NativeBlockCopier, PageLayout, Region, WorkerPages
 from vllm_ascend_pd.backends.page_ring import RingPacker, RingPlacer
 from vllm_ascend_pd.backends.shared_memory import SharedMemoryTransferEngine

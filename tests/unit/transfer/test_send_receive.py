@@ -17,7 +17,13 @@ import numpy as np
 import pytest
 
 from tests.pages import NUM_BLOCKS, NUM_LAYERS, PAGE, DevicePages, Pages, one_group
-from tests.unit.transfer.raw_peers import RawServer, connected, silent_server
+from tests.unit.transfer.raw_peers import (
+    LIMIT_S,
+    RawServer,
+    connected,
+    silent_server,
+    wait_until,
+)
 from vllm_ascend_pd.backends.block_copy import (
     BlockCopier,
     GroupPages,
@@ -46,15 +52,7 @@ from vllm_ascend_pd.wire import Fetch, Fetched, Progress, Worker, decode_data, e
 
 SLOT_BYTES = 4 * PAGE
 NUM_SLOTS = 4
-LIMIT_S = 10.0
 NEVER = Fault(FaultKind.NEVER)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "did not come true in time"
-        time.sleep(0)  # others need the GIL
 
 
 class Pair:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.pages import one_group
-from tests.unit.transfer.test_send_receive import wait_until
+from tests.unit.transfer.raw_peers import wait_until
 from vllm_ascend_pd.backends.block_copy import PageLayout, Region, WorkerPages
 from vllm_ascend_pd.backends.fake_engine import FakeTransferEngine
 from vllm_ascend_pd.backends.fault_script import FaultScript

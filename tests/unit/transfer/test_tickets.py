@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.unit.transfer.raw_peers import connected
-from tests.unit.transfer.test_send_receive import NUM_SLOTS, Pair, make_fetch, wait_until
+from tests.unit.transfer.raw_peers import connected, wait_until
+from tests.unit.transfer.test_send_receive import NUM_SLOTS, Pair, make_fetch
 from vllm_ascend_pd.backends.fault_script import FaultScript
 from vllm_ascend_pd.transfer.tickets import PageServer, TicketKey
 from vllm_ascend_pd.types import Cause, LeaseRef
