@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from tests.router.harness import FAST, STRICT, Deployment, deployed, run, until
+from vllm_ascend_pd.router.releases import Kept
 
 ORDERS = {"prefill-first": replace(FAST, order="prefill-first"), "concurrent": FAST}
 
@@ -127,7 +128,7 @@ def test_log_names_the_transfer_that_a_producer_could_not_be_told_of(
         async with deployed() as deployment:
             [producer] = [i for i in deployment.router.registry if i.spec.role == "prefill"]
             await deployment.prefills[0].stop()
-            with deployment.router.relay.releases.unless_taken(producer, "mine", "tiny", ()):
+            with Kept(deployment.router.relay.releases, producer, "mine", "tiny", ()):
                 pass
             await until(lambda: any("transfer mine (" in text for text in caplog.messages))
 

@@ -29,6 +29,7 @@ from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Legs, Stream
 from vllm_ascend_pd.router.moves import Move
 from vllm_ascend_pd.router.prefilled import NumTokens, Prefilled, find_prompt_usage
+from vllm_ascend_pd.router.releases import Kept
 from vllm_ascend_pd.router.resumable import NOTHING, Promise, ask_for_token_ids, promise
 from vllm_ascend_pd.router.resumption import Broken, Resumption
 from vllm_ascend_pd.router.selection import Selector, Unavailable
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.metrics import Metrics
     from vllm_ascend_pd.router.moves import Answering, Moves
     from vllm_ascend_pd.router.policies.base import Pair, Routed
-    from vllm_ascend_pd.router.releases import Kept, Releases
+    from vllm_ascend_pd.router.releases import Releases
     from vllm_ascend_pd.router.retries import RetryBudget
     from vllm_ascend_pd.router.skipping import Skipper
     from vllm_ascend_pd.router.tokens import PromptLengths
@@ -243,8 +244,8 @@ class Relay:
             return _refused(pair.prefill, result)
         if result.params is None:
             self.metrics.add("prefill_skips", "ended_at_first_token")
-        with self.releases.unless_taken(
-            pair.prefill, result.transfer_id, job.body.model, job.trace.headers
+        with Kept(
+            self.releases, pair.prefill, result.transfer_id, job.body.model, job.trace.headers
         ) as job.kept:
             return await self._decode(job, pair.decode, result.params)
 
@@ -252,8 +253,8 @@ class Relay:
         assert pair.prefill.kv is not None
         transfer_id = secrets.token_hex(16)
         params = concurrent_params(transfer_id, pair.prefill.kv)
-        with self.releases.unless_taken(
-            pair.prefill, transfer_id, job.body.model, job.trace.headers
+        with Kept(
+            self.releases, pair.prefill, transfer_id, job.body.model, job.trace.headers
         ) as job.kept:
             prefill = asyncio.ensure_future(
                 self._prefill(

@@ -44,7 +44,7 @@ class Kept:
 
     def __exit__(self, *exc: object) -> None:
         if not self.is_taken and self.transfer_id is not None:
-            self.releases.start(self.producer, self.transfer_id, self.model, self.headers)
+            self.releases.start(self)
 
 
 class Releases:
@@ -55,16 +55,9 @@ class Releases:
         self._metrics = metrics
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def unless_taken(
-        self, producer: Instance, transfer_id: str | None, model: str | None, headers: Headers
-    ) -> Kept:
-        return Kept(self, producer, transfer_id, model, headers)
-
-    def start(
-        self, producer: Instance, transfer_id: str, model: str | None, headers: Headers
-    ) -> None:
+    def start(self, kept: Kept) -> None:
         """Give it back."""
-        task = asyncio.create_task(self._give_back(producer, transfer_id, model, headers))
+        task = asyncio.create_task(self._give_back(kept))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -73,42 +66,40 @@ class Releases:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
 
-    async def _give_back(
-        self, producer: Instance, transfer_id: str, model: str | None, headers: Headers
-    ) -> None:
-        response = await producer.client.request(
+    async def _give_back(self, kept: Kept) -> None:
+        response = await kept.producer.client.request(
             b"POST",
             b"/v1/completions",
-            headers,
-            _release(transfer_id, model),
+            kept.headers,
+            _release(kept),
             head_timeout_s=self._timeout_s,
             phase="release",
         )
         if isinstance(response, Failure):
-            self._count(producer, transfer_id, response.kind.value)
+            self._count(kept, response.kind.value)
             return
         try:
             data = await response.read()
         finally:
             response.close()
         failed = isinstance(data, Failure) or response.status >= 400
-        self._count(producer, transfer_id, "failed" if failed else "ok")
+        self._count(kept, "failed" if failed else "ok")
 
-    def _count(self, producer: Instance, transfer_id: str, outcome: str) -> None:
+    def _count(self, kept: Kept, outcome: str) -> None:
         self._metrics.add("releases", outcome)
         if outcome != "ok":
             logger.warning(
                 "%s could not be told that nobody needs transfer %s (%s): its lease ends by itself",
-                producer.instance_id,
-                transfer_id,
+                kept.producer.instance_id,
+                kept.transfer_id,
                 outcome,
             )
 
 
-def _release(transfer_id: str, model: str | None) -> bytes:
+def _release(kept: Kept) -> bytes:
     body = {
         "prompt": [0],
         "max_tokens": 1,
-        "kv_transfer_params": {"release_transfer_id": transfer_id},
+        "kv_transfer_params": {"release_transfer_id": kept.transfer_id},
     }
-    return msgspec.json.encode(body if model is None else {**body, "model": model})
+    return msgspec.json.encode(body if kept.model is None else {**body, "model": kept.model})
