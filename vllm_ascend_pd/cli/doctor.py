@@ -83,7 +83,6 @@ def doctor(
     from vllm_ascend_pd.cluster.doctor.findings import Finding, Verdict, exit_code
     from vllm_ascend_pd.cluster.scaling.orders import refuse_what_a_cluster_decides
     from vllm_ascend_pd.cluster.up_socket import operator_token
-    from vllm_ascend_pd.errors import ConfigError
     from vllm_ascend_pd.router.tls import client_context
 
     for name, urls in (
@@ -103,21 +102,10 @@ def doctor(
     engine_key = read_key("--engine-api-key-file", engine_api_key_file) or key
     plan_of = None
     if config is not None:
-        try:
-            plan_of = topology.load(config)
-        except ConfigError as e:
-            raise typer.BadParameter(str(e), param_hint="--config") from e
+        plan_of = topology.load(config)
         if ray:
             refuse_what_a_cluster_decides(plan_of)
         router = router or router_url(plan_of)
-    try:
-        token = operator_token(router, token_file) if router else None
-    except ConfigError as e:
-        raise typer.BadParameter(str(e), param_hint="--token-file") from e
-    try:
-        tls = client_context("--ca", ca)
-    except ConfigError as e:
-        raise typer.BadParameter(str(e), param_hint="--ca") from e
     console = Console()
 
     def report(finding: Finding) -> None:
@@ -132,8 +120,8 @@ def doctor(
         on_ray=ray,
         api_key=key,
         engine_api_key=engine_key,
-        token=token,
-        tls=tls,
+        token=operator_token(router, token_file) if router else None,
+        tls=client_context("--ca", ca),
         measure=measure,
         ascend=ascend,
     )
@@ -147,11 +135,7 @@ def doctor(
 
 
 def read_key(name: str, path: Path | None) -> str | None:
-    """The one line of an option's file."""
-    from vllm_ascend_pd.errors import ConfigError
+    """The one line of an option's file; ``ConfigError`` names the option."""
     from vllm_ascend_pd.private_file import read_token
 
-    try:
-        return read_token(name, str(path)) if path else None
-    except ConfigError as e:
-        raise typer.BadParameter(str(e), param_hint=name) from e
+    return read_token(name, str(path)) if path else None
