@@ -282,18 +282,13 @@ class PoolSource:
     def wait_for_answers(self, until: float) -> None:
         """Fold them in as they come."""
         with suppress(queue.Empty):
-            while self.is_looking and (left_s := until - time.monotonic()) > 0:
+            while self.num_looking and (left_s := until - time.monotonic()) > 0:
                 self.on_found(*self.answers.get(timeout=left_s))
 
     @property
     def num_looking(self) -> int:
         """Prompts that wait for the answer to their lookup."""
         return sum(self._is_open(pending.prompt) for pending in self._pending.values())
-
-    @property
-    def is_looking(self) -> bool:
-        """Whether there is any of them."""
-        return any(self._is_open(pending.prompt) for pending in self._pending.values())
 
     def _is_open(self, prompt: PoolPrompt | None) -> bool:
         """Whether it is its request's, and not one that may take another one's place."""
