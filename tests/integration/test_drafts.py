@@ -31,8 +31,9 @@ from tests.integration.moving import coming
 from tests.integration.pairs import CHUNKED, EVERY_LAYER, ORDERS, Pair, run_in_need_of_memory
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 from tests.integration.test_moves import move, outcome_of, two
+from tests.integration.test_moves_with_grammars import structured
 from tests.integration.test_preemption import NAMES, NUM_OUTPUT, NUM_TOKENS, SMALL
-from tests.integration.test_states import assert_likeliest
+from tests.integration.test_states import TIE, assert_likeliest
 from vllm_ascend_pd.backends.mooncake_master import EmbeddedMaster
 
 if TYPE_CHECKING:
@@ -274,6 +275,28 @@ def test_states_beside_requests_that_end_and_join_while_an_engine_runs_ahead(
         engine.add(name, prompt, length)
     answers = engine.run()
     drafting.assert_all_right(answers, prompts)
+
+
+@pytest.mark.parametrize("drafting", [STATES], indirect=True)
+def test_states_behind_steps_that_get_no_draft_or_fewer(
+    engines: Engines, drafting: Drafting, started: PromptOf
+) -> None:
+    """A grammar refuses drafts behind others that were accepted, and then there is no room for them
+    before the longest length. A state of other tokens shows in logprobs: the grammar leaves little
+    choice.
+    """
+    short = {"max_model_len": 128}
+    engine = engines.shared("kv_both", **short, **drafting.options)
+    plain = engines.shared("kv_both", **short, **drafting.plain)
+    prompt, fourth = started(50), structured(regex="([a-z ]{4}Z)*")
+    answer = engine.ask(prompt, 78, logprobs=5, **fourth)
+    expected = plain.ask(prompt, 78, logprobs=5, **fourth)
+    assert len(answer.token_ids) == len(expected.token_ids) == 78
+    for number, (token, one) in enumerate(zip(answer.token_ids, expected.token_ids, strict=True)):
+        likely = expected.logprobs[number]
+        assert abs(likely.get(token, -100) - answer.logprobs[number][token]) < TIE, number
+        if token != one:  # as likely, as that says of both
+            break
 
 
 @each_kind

@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker import mamba_utils
+from vllm.v1.worker.gpu.model_states import mamba_hybrid
 from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
@@ -287,3 +289,45 @@ def test_runner_that_arranges_its_counts_itself_finds_them_where_vllm_puts_them(
     steps.take("other")
     steps.sample({"one": ENDED, "other": KEPT})
     assert batch.num_accepted_tokens_cpu[:2].tolist() == [ENDED, KEPT]
+
+
+@pytest.mark.parametrize("drafts", [None, [2, 0, 0, 0]])
+def test_model_runner_v2_looks_for_states_behind_what_was_accepted(
+    monkeypatch: pytest.MonkeyPatch, drafts: list[int] | None
+) -> None:
+    """Of each decoding request, also of one that has no draft; not of a prompt's last token."""
+    built: dict[str, Any] = {}
+    monkeypatch.setattr(mamba_hybrid, "build_attn_metadata", lambda **given: built.update(given))
+    scheduled = np.array([3 if drafts else 1, 1, 1, 5])
+    num_reqs = len(scheduled)
+    starts = np.concatenate([[0], np.cumsum(scheduled)]).astype(np.int32)
+    rows: Any = SimpleNamespace(
+        num_reqs=num_reqs,
+        num_tokens=int(scheduled.sum()),
+        num_scheduled_tokens=scheduled,
+        num_draft_tokens_per_req=drafts and np.array(drafts),
+        is_prefilling_np=np.array([False, False, True, True]),
+        prefill_runs_as_decode_np=np.zeros(num_reqs, dtype=bool),
+        idx_mapping=torch.arange(num_reqs),
+        query_start_loc_np=starts,
+        query_start_loc=torch.from_numpy(starts),
+        seq_lens=torch.full((num_reqs,), 9),
+        seq_lens_cpu_upper_bound=torch.full((num_reqs,), 9),
+        dcp_local_seq_lens=None,
+        positions=None,
+        prompt_lens=None,
+        max_query_len=5,
+    )
+    state: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(num_speculative_tokens=2),
+        num_accepted_tokens_gpu=torch.tensor([3, 2, 1, 1]),
+        _align_mode=False,
+        recoverssm=None,
+        _model_aligned_reader=None,
+    )
+    mamba_hybrid.MambaHybridModelState.prepare_attn(
+        state, rows, CUDAGraphMode.NONE, (), torch.empty(0), [], SimpleNamespace()
+    )
+    told = built["model_specific_attn_metadata"]
+    assert told.num_decode_draft_tokens_cpu.tolist() == [2 if drafts else 0, 0, -1, -1]
+    assert told.num_accepted_tokens.tolist() == [3, 2, 1, 1]
