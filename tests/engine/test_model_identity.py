@@ -261,6 +261,21 @@ def test_long_rope_counts_on_which_side_of_its_length_an_engine_is(
     assert [length(n) for n in (128, 512, 513, 1024)] == ["short", "short", "long", "long"]
 
 
+def test_length_is_the_one_that_the_model_was_built_with(tiny: Path) -> None:
+    """`auto` is made what memory has room for once the model is built, in each process."""
+    config = EngineArgs(
+        model=str(tiny),
+        dtype="float32",
+        max_model_len=-1,
+        hf_overrides={"rope_parameters": LONG_ROPE},
+        kv_transfer_config=KVTransferConfig(kv_connector="InEngine", kv_role="kv_both"),
+    ).create_engine_config()
+    assert config.model_config.max_model_len > 512
+    config.model_config.max_model_len = 512
+    told = pickle.loads(pickle.dumps(config))
+    assert model_identity(config)["length"] == model_identity(told)["length"] == "long"
+
+
 def test_dummy_weights_depend_on_how_they_are_divided(
     identity: Callable[..., dict[str, str]],
 ) -> None:

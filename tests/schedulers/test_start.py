@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from tests.schedulers.harness import SPEC, WINDOW, Engines, kv_cache_config_of
 from tests.unit.engine.test_registrar import Web
 from tests.unit.engine.test_registrar import until as wait_until
 from vllm_ascend_pd.engine.fingerprint import fingerprint
+from vllm_ascend_pd.engine.vllm_api.config import keep_contents
 from vllm_ascend_pd.errors import ConfigError
 
 
@@ -52,3 +54,13 @@ def test_pages_of_one_size_that_a_backend_packs_otherwise_are_told_apart(
     assert packed == f"{plain} slots=2x32"
     beside = kv_cache_config_of(8, planes, WINDOW)
     assert fingerprint(base_config, beside).endswith(" slots=2x32,heads")
+
+
+def test_kv_dtype_is_the_one_that_the_model_was_built_with(base_config: VllmConfig) -> None:
+    """Layers of sparse MLA write the format of their backend over it: with one worker in the
+    scheduler's process, with several in theirs. How large its pages are tells it apart."""
+    config, caches = deepcopy(base_config), kv_cache_config_of(8, SPEC)
+    keep_contents(config)
+    before = fingerprint(config, caches)
+    config.cache_config.cache_dtype = "fp8_ds_mla"
+    assert fingerprint(config, caches) == before

@@ -14,7 +14,7 @@ from vllm_ascend_pd.config import PDConfig, WireProtocol
 from vllm_ascend_pd.engine.ascend import ascend_facts, is_ascend, page_format
 from vllm_ascend_pd.engine.model_identity import model_identity
 from vllm_ascend_pd.engine.sharding import sharding
-from vllm_ascend_pd.engine.vllm_api.config import cpu_page_isa
+from vllm_ascend_pd.engine.vllm_api.config import built_with, cpu_page_isa
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups, page_slots
 from vllm_ascend_pd.engine.vllm_api.process import vllm_version
 from vllm_ascend_pd.transfer.shares import num_shares
@@ -32,16 +32,12 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     groups = kv_groups(kv_cache_config)
     own = sharding(vllm_config)
     num_parts = num_shares(own.tp_size, own.num_kv_heads)
+    _, kv_dtype = built_with(vllm_config)
     parts = {
         "vllm": vllm_version(),
         **model_identity(vllm_config),
         "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
-        "kv_dtype": "-".join(
-            [
-                vllm_config.cache_config.cache_dtype,
-                *vllm_config.cache_config.kv_cache_dtype_skip_layers,
-            ]
-        ),
+        "kv_dtype": "-".join([kv_dtype, *vllm_config.cache_config.kv_cache_dtype_skip_layers]),
         "layout": str(kv_cache_config.kv_cache_layout),
         "block": _each(group.block_size for group in groups),
         "page": _each(_page(group, num_parts) for group in groups),

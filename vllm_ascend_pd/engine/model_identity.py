@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_ascend_pd.config import PDConfig, WeightReading
 from vllm_ascend_pd.engine.digest import digest
 from vllm_ascend_pd.engine.vllm_api.config import (
+    built_with,
     has_drafter,
     keep_stamps,
     kept_content,
@@ -69,7 +70,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
         "weights": "",
         "load": _load_format(vllm_config.load_config, model),
         "quant": str(model.quantization or ""),
-        "length": _length(model, config),
+        "length": _length(model, config, built_with(vllm_config)[0]),
         "window": "off" if model.disable_sliding_window else "",
         "media": "",
         "code": "",
@@ -255,24 +256,24 @@ def _find_snapshot(name: str, revision: str | None, cache_dir: str | None) -> Pa
     )
 
 
-def _length(model: ModelConfig, config: Mapping[str, Any]) -> str:
-    """What of ``--max-model-len`` a model computes with: LongRoPE has two sets of factors, dynamic
+def _length(model: ModelConfig, config: Mapping[str, Any], max_model_len: int) -> str:
+    """What of ``max_model_len`` a model computes with: LongRoPE has two sets of factors, dynamic
     RoPE may stretch to it, and Llama 4 scales by temperature beyond a length.
     """
     if "llama4" in str(config.get("model_type")):
-        return "tuned" if model.max_model_len > _LLAMA4_TUNING_LENGTH else ""
+        return "tuned" if max_model_len > _LLAMA4_TUNING_LENGTH else ""
     for part in _mappings(config):
         kind = part.get("rope_type", part.get("type"))
         if kind == "dynamic":
-            return str(model.max_model_len)
+            return str(max_model_len)
         if kind not in ("longrope", "su"):
             continue
         original = part.get("original_max_position_embeddings") or getattr(
             model.hf_text_config, "original_max_position_embeddings", None
         )
         if not isinstance(original, int):
-            return str(model.max_model_len)
-        return "long" if model.max_model_len > original else "short"
+            return str(max_model_len)
+        return "long" if max_model_len > original else "short"
     return ""
 
 

@@ -20,7 +20,7 @@ DRAFTERS = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of speculative decoding that run a model with KV of its own behind the engine's."""
 
 
-_CONTENT, _STAMPS = "pd_content", "pd_stamps"
+_CONTENT, _STAMPS, _BUILT_WITH = "pd_content", "pd_stamps", "pd_built_with"
 """Of a ``ModelConfig``, which brings them along into other processes."""
 
 
@@ -30,9 +30,10 @@ def has_drafter(config: VllmConfig) -> bool:
 
 
 def keep_contents(config: VllmConfig) -> None:
-    """What the configurations of model and drafter say before these are built. DeepSeek, EAGLE 3,
-    models of Transformers' own and others write over theirs: in the scheduler's process, if its
-    worker has none of its own, so that it would read another configuration than other schedulers.
+    """What the configurations of model and drafter say before these are built, and `built_with`.
+    DeepSeek, EAGLE 3, models of Transformers' own and others write over theirs: in the scheduler's
+    process, if its worker has none of its own, so that it would read another configuration than
+    other schedulers.
 
     Touches:
         vllm/config/model.py:ModelConfig.hf_config
@@ -44,11 +45,28 @@ def keep_contents(config: VllmConfig) -> None:
     for model in models:
         if not hasattr(model, _CONTENT):
             setattr(model, _CONTENT, model.hf_config.to_dict())
+    setattr(config.model_config, _BUILT_WITH, built_with(config))
 
 
 def kept_content(model: ModelConfig) -> dict[str, Any]:
     """What it says now if nothing was kept."""
     kept: dict[str, Any] = getattr(model, _CONTENT, None) or model.hf_config.to_dict()
+    return kept
+
+
+def built_with(config: VllmConfig) -> tuple[int, str]:
+    """``--max-model-len`` and ``--kv-cache-dtype`` as the model is built with them. Later an engine
+    lowers the first to what it has memory for, if it was ``auto``, and the layers of sparse MLA
+    name the format of their backend in place of the second: in the scheduler's process, too, if its
+    worker has none of its own.
+
+    Touches:
+        vllm/config/model.py:ModelConfig.max_model_len
+        vllm/config/cache.py:CacheConfig.cache_dtype
+    """
+    model = config.model_config
+    now = (model.max_model_len, config.cache_config.cache_dtype)
+    kept: tuple[int, str] = getattr(model, _BUILT_WITH, now)
     return kept
 
 
