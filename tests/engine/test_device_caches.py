@@ -7,7 +7,9 @@ _reshape_kv_cache_tensors), in host memory.
 
 from __future__ import annotations
 
+import itertools
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -159,6 +161,40 @@ def test_vllms_own_caches_on_a_gpu(order: tuple[int, ...]) -> None:
     assert len(found.layout.memories) == 1
     block = backing.view(len(NAMES), NUM_BLOCKS, -1)[1, 4]
     assert gathered(found, NAMES[1], 4) == block.view(torch.uint8).numpy().tobytes()
+
+
+def vllms_own(layout: str, kernel: int, heads: int = HEADS) -> tuple[KVCacheConfig, Any]:
+    """As vLLM makes the cache of one layer, whose kernels take so many tokens at once."""
+    spec = replace(GQA, num_kv_heads=heads)
+    page = spec.page_size_bytes
+    config = config_of(spec, NAMES[:1])
+    config.kv_cache_layout = layout
+    config.kv_cache_tensors = [KVCacheTensor(NUM_BLOCKS * page, NAMES[:1], page, page)]
+    backing = torch.zeros(NUM_BLOCKS * page, dtype=torch.int8)
+    (cache,) = create_kv_cache_views(
+        backing, spec, NUM_BLOCKS, KVCacheLayout[layout], config.kv_cache_tensors[0], kernel
+    )
+    return config, cache
+
+
+@pytest.mark.parametrize(
+    ("layout", "heads", "told"),
+    [("LBHNC", HEADS, "64"), ("LBNHC", HEADS, ""), ("LBHNC", 1, "")],
+)
+def test_kernels_that_have_a_page_in_another_order_are_told(
+    layout: str, heads: int, told: str
+) -> None:
+    """By how many tokens they take at once. Both write the same KV here."""
+    pages, kernels = [], []
+    for size in (BLOCK, 64):
+        config, cache = vllms_own(layout, size, heads)
+        for token, head in itertools.product(range(BLOCK), range(heads)):
+            cache[token // size, head, token % size] = BLOCK * head + token
+        found = locate_on_device(config, {NAMES[0]: cache})
+        kernels.append(found.kernels)
+        pages.append(gathered(found, NAMES[0], 0))
+    assert kernels == ["", told]
+    assert (pages[0] == pages[1]) is (told == "")
 
 
 def test_layers_that_share_a_cache_are_one_layer() -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import threading
 from copy import deepcopy
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
 
-from tests.schedulers.harness import SPEC, WINDOW, Engines, kv_cache_config_of
+from tests.schedulers.harness import SPEC, WINDOW, Engines, hasher, kv_cache_config_of
 from tests.unit.engine.test_registrar import Web
 from tests.unit.engine.test_registrar import until as wait_until
 from vllm_ascend_pd.engine.fingerprint import fingerprint
@@ -54,6 +56,21 @@ def test_pages_of_one_size_that_a_backend_packs_otherwise_are_told_apart(
     assert packed == f"{plain} slots=2x32"
     beside = kv_cache_config_of(8, planes, WINDOW)
     assert fingerprint(base_config, beside).endswith(" slots=2x32,heads")
+
+
+def test_an_engine_says_what_its_workers_tell_of_their_pages(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    for kernels in ("64", ""):
+        side = engines.make("kv_both").scheduler.pd
+        config = side.common.scheduler.vllm_config
+        monkeypatch.setattr(config, "device_config", SimpleNamespace(device_type="cuda"))
+        executor = SimpleNamespace(collective_rpc=lambda method, kernels=kernels: [kernels])
+        core: Any = SimpleNamespace(model_executor=executor, request_block_hasher=hasher)
+        side.identify = told.append
+        side.on_engine_started(core)
+    assert told[0] == f"{told[1]} kernel=64"
 
 
 def test_kv_dtype_is_the_one_that_the_model_was_built_with(base_config: VllmConfig) -> None:

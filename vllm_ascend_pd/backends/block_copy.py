@@ -165,6 +165,8 @@ class WorkerPages:
     groups: Sequence[GroupPages]
     layers: Layers | None = None
     """Those of its pipeline stage, where there are several (``wire.Worker``)."""
+    kernels: str = ""
+    """How many tokens kernels take at once, where that decides what is where in a page."""
 
 
 class Values(NamedTuple):

@@ -59,6 +59,11 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     return " ".join(f"{key}={value}" for key, value in parts.items())
 
 
+def with_kernels(fingerprint: str, kernels: str) -> str:
+    """Of an engine whose workers say ``kernels``, see ``kv_caches.kernel_blocks``."""
+    return f"{fingerprint} kernel={kernels}" if kernels else fingerprint
+
+
 def _page(group: KVGroup, num_parts: int) -> str:
     """How large a page of all workers is; where those in memory are cut into such pages, or joined,
     also how large they are.

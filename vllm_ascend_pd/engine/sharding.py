@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.config_types import KVCacheConfig, VllmConfig
 
 
-_HEADS_OUTERMOST = ("LBHNC", "BLHNC")
+HEADS_OUTERMOST = ("LBHNC", "BLHNC")
+"""Layouts of a page."""
 
 
 def sharding(vllm_config: VllmConfig) -> Sharding:
@@ -48,10 +49,17 @@ def own_layers(worker: object) -> Layers:
     return layers
 
 
+def own_kernels(worker: object) -> str:
+    """See ``kv_caches.kernel_blocks``. Runs in the worker processes."""
+    side: Any = hooks.worker
+    kernels: str = side.layers.kernels
+    return kernels
+
+
 def can_divide_pages(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> bool:
     """Whether the share of some KV heads is one run of bytes of a page, and is moved as such."""
     return (
         vllm_config.device_config.device_type == "cpu"
-        and str(kv_cache_config.kv_cache_layout) in _HEADS_OUTERMOST
+        and str(kv_cache_config.kv_cache_layout) in HEADS_OUTERMOST
         and not any(group.cuts_pages for group in kv_groups(kv_cache_config))
     )

@@ -12,7 +12,7 @@ import msgspec
 
 from vllm_ascend_pd.config import LoadFromPeer, PDConfig, WeightReading
 from vllm_ascend_pd.engine.ascend import ascend_facts, check_roles, is_ascend
-from vllm_ascend_pd.engine.fingerprint import fingerprint
+from vllm_ascend_pd.engine.fingerprint import fingerprint, with_kernels
 from vllm_ascend_pd.engine.logs import adopt_engine_logging
 from vllm_ascend_pd.engine.nodes import check_workers, options_of_worker
 from vllm_ascend_pd.engine.registrar import Registrar
@@ -38,7 +38,7 @@ from vllm_ascend_pd.engine.scheduler.resume import Resumes
 from vllm_ascend_pd.engine.scheduler.side import SchedulerSide
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.engine.self_description import describe
-from vllm_ascend_pd.engine.sharding import can_divide_pages, own_layers, sharding
+from vllm_ascend_pd.engine.sharding import can_divide_pages, own_kernels, own_layers, sharding
 from vllm_ascend_pd.engine.suspension import Suspension
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
 from vllm_ascend_pd.engine.vllm_api.blocks import free_after_steps_under_way
@@ -204,6 +204,10 @@ class _Builder:
             told = engine_core.model_executor.collective_rpc(options_of_worker)
             check_workers(self._config, told)
         join_reports(engine_core, num_workers)
+        if self._scheduler.vllm_config.device_config.device_type != "cpu":
+            kernels = engine_core.model_executor.collective_rpc(own_kernels)[0]
+            self._fingerprint = with_kernels(self._fingerprint, kernels)
+            side.identify(self._fingerprint)
         side.identity = Identity(
             self._scheduler,
             engine_core,

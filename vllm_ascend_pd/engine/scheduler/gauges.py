@@ -91,7 +91,7 @@ class EngineInfo(Part):
             self._tell(1, "adapter", digest, name)
 
     def identify(self, fingerprint: str) -> None:
-        logger.info("the weights have changed: %s", fingerprint)
+        logger.info("this engine's fingerprint is %s", fingerprint)
         self._stats.set("engine_info", 0, *self._labels)
         before, after = self._labels[:_FINGERPRINT], self._labels[_FINGERPRINT + 1 :]
         self._labels = (*before, fingerprint, *after)

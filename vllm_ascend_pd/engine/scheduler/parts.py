@@ -144,7 +144,7 @@ class Part:
         """It is about to be hashed anew, so nothing that was meant for it fits any more."""
 
     def identify(self, fingerprint: str) -> None:
-        """The engine computes with other weights from now on."""
+        """What the engine is from now on: its weights are others, or its workers have told more."""
 
     def note_adapters(self, adapters: Mapping[str, str]) -> None:
         """What those are that the last requests have used, by name, when that is new."""

@@ -170,7 +170,8 @@ class SchedulerSide:
         self.suspension.end(tags)
 
     def identify(self, fingerprint: str) -> None:
-        """Of this engine, with its weights as they are from now on."""
+        """Of this engine, with its weights as they are from now on, and with all that its workers
+        have told."""
         for part in self.parts:
             part.identify(fingerprint)
 

@@ -11,6 +11,7 @@ import torch  # noqa: TID251 - tensors of the engine
 
 from vllm_ascend_pd.backends.block_copy import GroupPages, PageLayout, Region
 from vllm_ascend_pd.backends.device_copy import DevicePageLayout, Segment
+from vllm_ascend_pd.engine.sharding import HEADS_OUTERMOST
 from vllm_ascend_pd.engine.vllm_api.groups import (
     kv_groups,
     layer_bytes,
@@ -42,6 +43,8 @@ class KVCaches:
     layout: PageLayout
     layers: Mapping[str, range]
     device: torch.device
+    kernels: str = ""
+    """See `kernel_blocks`."""
 
     def by_group(self, groups: Sequence[KVGroup]) -> tuple[GroupPages, ...]:
         return tuple(
@@ -197,7 +200,27 @@ def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cac
         memories=tuple(memories),
         num_blocks=kv_cache_config.num_blocks,
     )
-    return KVCaches(layout, layers, memories[0].device)
+    return KVCaches(layout, layers, memories[0].device, kernel_blocks(kv_cache_config, kv_caches))
+
+
+def kernel_blocks(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]) -> str:
+    """How many tokens of a block the kernels take at once, in each group, where that decides in
+    which order a page has them; empty where it does not.
+
+    A page that has heads outside of tokens has them so in each part that a kernel takes:
+
+        whole      [head 0: tokens 0 to 127 | head 1: tokens 0 to 127]
+        in two     [head 0: 0 to 63 | head 1: 0 to 63] [head 0: 64 to 127 | head 1: 64 to 127]
+    """
+    if str(kv_cache_config.kv_cache_layout) not in HEADS_OUTERMOST:
+        return ""
+    found: list[str] = []
+    for group in kv_cache_config.kv_cache_groups:
+        first = parts(kv_caches[group.layer_names[0]])[0]
+        split = len(first) // kv_cache_config.num_blocks
+        counts = split > 1 and first.shape[1] > 1
+        found.append(str(group.kv_cache_spec.block_size // split) if counts else "whole")
+    return ",".join(found) if any(one != "whole" for one in found) else ""
 
 
 def _cut(page: tuple[Segment, ...], num_bytes: int) -> list[tuple[Segment, ...]]:

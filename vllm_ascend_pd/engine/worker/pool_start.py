@@ -11,7 +11,7 @@ from vllm_ascend_pd import envs
 from vllm_ascend_pd.backends.device_copy import DeviceBlockCopier
 from vllm_ascend_pd.backends.staging import MakeStaging, StagingPool
 from vllm_ascend_pd.config import PoolSave
-from vllm_ascend_pd.engine.fingerprint import fingerprint
+from vllm_ascend_pd.engine.fingerprint import fingerprint, with_kernels
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
@@ -72,7 +72,8 @@ def start_pool(
     secret = b""
     if (path := config.security.secret_file) is not None:
         secret = Secret.load(path).derive(b"pool checksum 1")
-    identity, share = fingerprint(vllm_config, kv_cache_config), own.share
+    identity = with_kernels(fingerprint(vllm_config, kv_cache_config), pages.kernels)
+    share = own.share
     spaces = [
         KeySpace.of(identity, share.index, share.count, secret, group, pages.layers)
         for group in range(len(pages.groups))

@@ -100,7 +100,7 @@ def _create(
         caches.device,
         transfer.copy_threads or default_copy_threads(vllm_config.parallel_config.world_size),
     )
-    pages = WorkerPages(copier, groups, stage)
+    pages = WorkerPages(copier, groups, stage, caches.kernels)
     mooncake = None
     if transfer.transport is not Transport.SHARED_MEMORY:
         mooncake = MooncakeTransferEngine(
@@ -178,6 +178,7 @@ def _create(
         has_drafter(vllm_config),
         reads_early(vllm_config, kv_caches),
         hooked_layers(kv_cache_config),
+        caches.kernels,
     )
     memory = WorkerMemory(transports, pools, live_regions)
     num_under_way = vllm_config.max_concurrent_batches

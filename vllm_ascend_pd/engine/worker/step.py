@@ -139,6 +139,8 @@ class WorkerLayers:
     keeps before its layer's attention, and what a model's own attention reads."""
     hooked: Collection[str] = ()
     """Those that each forward saves, the drafter's apart."""
+    kernels: str = ""
+    """See ``kv_caches.kernel_blocks``."""
 
 
 @dataclass(frozen=True, slots=True)
