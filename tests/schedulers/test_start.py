@@ -61,16 +61,18 @@ def test_pages_of_one_size_that_a_backend_packs_otherwise_are_told_apart(
 def test_an_engine_says_what_its_workers_tell_of_their_pages(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
-    for kernels in ("64", ""):
+    told: list[str] = []
+    for kernels in ("", "64"):
         side = engines.make("kv_both").scheduler.pd
-        config = side.common.scheduler.vllm_config
-        monkeypatch.setattr(config, "device_config", SimpleNamespace(device_type="cuda"))
+        scheduler = side.common.scheduler
+        before = fingerprint(scheduler.vllm_config, scheduler.kv_cache_config)
+        device = SimpleNamespace(device_type="cuda")
+        monkeypatch.setattr(scheduler.vllm_config, "device_config", device)
         executor = SimpleNamespace(collective_rpc=lambda method, kernels=kernels: [kernels])
         core: Any = SimpleNamespace(model_executor=executor, request_block_hasher=hasher)
         side.identify = told.append
         side.on_engine_started(core)
-    assert told[0] == f"{told[1]} kernel=64"
+    assert told == [f"{before} kernel=64"]
 
 
 def test_kv_dtype_is_the_one_that_the_model_was_built_with(base_config: VllmConfig) -> None:

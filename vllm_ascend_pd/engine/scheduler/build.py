@@ -206,8 +206,9 @@ class _Builder:
         join_reports(engine_core, num_workers)
         if self._scheduler.vllm_config.device_config.device_type != "cpu":
             kernels = engine_core.model_executor.collective_rpc(own_kernels)[0]
-            self._fingerprint = with_kernels(self._fingerprint, kernels)
-            side.identify(self._fingerprint)
+            if kernels:
+                self._fingerprint = with_kernels(self._fingerprint, kernels)
+                side.identify(self._fingerprint)
         side.identity = Identity(
             self._scheduler,
             engine_core,
