@@ -16,6 +16,7 @@ import pytest
 from transformers import PretrainedConfig
 from vllm.config import KVTransferConfig
 from vllm.config.cache import MambaCacheMode
+from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -288,6 +289,22 @@ def test_kv_in_host_memory_is_refused(model: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(config.attention_config, "hisparse_config", object())
     with pytest.raises(ConfigError, match="leave hisparse_config out"):
         hooks.check_config(config)
+
+
+def test_pruned_videos_are_refused_where_the_encoder_decides_positions(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which vLLM then knows of the videos alone that it has encoded here."""
+    config = configure(model)
+    monkeypatch.setattr(config.model_config, "multimodal_config", MultiModalConfig())
+    config.model_config.multimodal_config.video_pruning_rate = 0.5
+    hooks.check_config(config)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    monkeypatch.setattr(config.model_config.hf_config, "rope_parameters", rope)
+    with pytest.raises(ConfigError, match="leave out --video-pruning-rate"):
+        hooks.check_config(config)
+    config.model_config.multimodal_config.video_pruning_rate = 0.0
+    hooks.check_config(config)
 
 
 def test_routed_experts_are_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

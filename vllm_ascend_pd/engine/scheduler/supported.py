@@ -12,6 +12,7 @@ from vllm_ascend_pd.engine.vllm_api.config import (
     compresses_kv,
     decodes_by_diffusion,
     drafter_may_have_two_groups,
+    encoder_decides_positions,
     hash_whole_prompts,
     is_pooling_model,
     keep_contents,
@@ -130,6 +131,13 @@ def check_config(config: VllmConfig) -> None:
         (
             compresses_kv(config),
             "attention to compressed KV, which is kept in blocks of other sizes (DeepSeek V4)",
+        ),
+        (
+            encoder_decides_positions(config),
+            (
+                "pruned videos with M-RoPE (leave out --video-pruning-rate): the positions of what"
+                " follows a video come from its encoder, which does not run where its KV is loaded"
+            ),
         ),
         (
             keeps_kv_in_host_memory(config),

@@ -234,6 +234,18 @@ def decodes_by_diffusion(config: VllmConfig) -> bool:
     return bool(model.is_diffusion)
 
 
+def encoder_decides_positions(config: VllmConfig) -> bool:
+    """Whether M-RoPE's positions behind a video are those of the tokens that its encoder leaves.
+
+    Touches:
+        vllm/config/multimodal.py:MultiModalConfig.is_multimodal_pruning_enabled
+        vllm/config/model.py:ModelConfig.uses_mrope
+    """
+    model: Any = config.model_config
+    media = model.multimodal_config
+    return media is not None and bool(media.is_multimodal_pruning_enabled() and model.uses_mrope)
+
+
 def keeps_kv_in_host_memory(config: VllmConfig) -> bool:
     """Whether KV is in the host's memory, and what an indexer chooses of it on the device.
 
