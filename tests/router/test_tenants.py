@@ -605,6 +605,27 @@ def test_what_media_are_called_is_each_tenants_own(tmp_path: Path) -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_list"), [("data_2", True), ("documents", True), ("items", False), ("query", False)]
+)
+def test_what_media_are_called_that_are_scored_is_each_tenants_own(
+    tmp_path: Path, name: str, is_list: bool
+) -> None:
+    config = sharing(tmp_path, tenants={"a": {}}, cache_salts=True)
+
+    async def test() -> None:
+        async with deployed(0, 1, config) as d:
+            scored = [{"content": [image("x", 12)]}, "text"]
+            body = {"model": "tiny", "data_1": scored[1], name: scored if is_list else scored[0]}
+            async with d.http.post(d.url + "/score", json=body, **of("a")) as response:
+                assert response.status == 200
+            [request] = d.decodes[0].received
+            told = request.json[name]
+            assert (told[0] if is_list else told)["content"] == [image("a|x", 12)]
+
+    run(test)
+
+
 def test_what_is_only_passed_on_is_salted_too(tmp_path: Path) -> None:
     config = sharing(tmp_path, tenants={"a": {}}, cache_salts=True)
 

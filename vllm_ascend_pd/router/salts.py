@@ -4,8 +4,8 @@ find it begin with the tenant's.
 
     cache_salt              of the prompt's prefixes
     messages[].content[].uuid
-                            of an image or the like. Engines take what they have by such a name for
-                            it and look at no byte of the request's own
+                            of an image or the like, in what is scored, too. Engines take what they
+                            have by such a name for it and look at no byte of the request's own
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 MAX_SALT = 128
 """Characters that vLLM allows."""
 MAX_SALTED_NAME = MAX_SALT - len(TENANT_END) - 2 * hashlib.sha256().digest_size
-_MESSAGES = ("messages", "input", "previous_input_messages")
 _has_uuid = re.compile(rb'"(?:u|\\u0075){2}(?:i|\\u0069)(?:d|\\u0064)"').search
 """As a name may be written in JSON."""
 
@@ -38,16 +37,15 @@ def salt(fields: Fields, tenant: str) -> None:
     if len(begin + own) > MAX_SALT:
         own = digest_of(own).hex()
     fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(begin + own))
-    for name in _MESSAGES:
-        raw = bytes(fields.get(name, b""))
+    for name, raw in fields.items():
         if _has_uuid(raw):
-            messages = decode_any(raw)
-            _rename_media(messages, begin)
-            fields[name] = msgspec.Raw(msgspec.json.encode(messages))
+            value = decode_any(bytes(raw))
+            _rename_media(value, begin)
+            fields[name] = msgspec.Raw(msgspec.json.encode(value))
 
 
-def _rename_media(messages: Any, begin: str) -> None:
-    for message in _objects(messages):
+def _rename_media(value: Any, begin: str) -> None:
+    for message in _objects(value):
         for part in _objects(message.get("content")):
             if part.get("uuid") is not None:
                 part["uuid"] = f"{begin}{part['uuid']}"
