@@ -227,7 +227,9 @@ class IdentityWorld:
         )
         model = SimpleNamespace(model="no/such/folder", model_weights="elsewhere")
         config = SimpleNamespace(lora_config=LoRAConfig(), load_config=None, model_config=model)
-        self.scheduler: Any = SimpleNamespace(requests={}, vllm_config=config)
+        self.scheduler: Any = SimpleNamespace(
+            requests={}, vllm_config=config, max_num_encoder_input_tokens=0
+        )
         self.identity = Identity(
             self.scheduler,
             self.core,
@@ -279,3 +281,18 @@ def test_adapters_that_nobody_uses_any_more_are_forgotten(
     assert world.use("unloaded 3", 3).block_hashes == hashes[0]
     # The workers have what they loaded, whatever lies there now.
     assert world.use("loaded", 1, b"other").block_hashes == loaded.block_hashes
+
+
+def test_what_was_encoded_with_an_adapter_is_forgotten_with_its_old_content(tmp_path: Path) -> None:
+    """It may change layers of encoders, too, and vLLM knows what these have made by its name."""
+    world, reset = IdentityWorld(tmp_path, 1), []
+    executor: Any = world.executor
+    world.scheduler.max_num_encoder_input_tokens = 16
+    world.scheduler.reset_encoder_cache = lambda: reset.append("scheduler")
+    executor.reset_encoder_cache = lambda: reset.append("workers")
+    lora = world.use("name", weights=b"old").lora_request
+    world.identity.on_lora_loaded(lora)
+    assert not reset
+    adapter(tmp_path / "1", b"other")
+    world.identity.on_lora_loaded(lora)
+    assert reset == ["scheduler", "workers"]

@@ -102,6 +102,7 @@ def identified(executor: Executor, told: list[str]) -> Identity:
     """Of an engine without requests, whose generations are ``told``."""
     scheduler: Any = SimpleNamespace(
         requests={},
+        max_num_encoder_input_tokens=0,
         vllm_config=SimpleNamespace(
             lora_config=None,
             load_config=None,

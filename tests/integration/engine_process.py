@@ -112,7 +112,7 @@ def _scale_norms(worker: Any, factor: float) -> None:
 
     with torch.no_grad():
         for name, parameter in worker.model_runner.model.named_parameters():
-            if "input_layernorm" in name:
+            if "input_layernorm" in name or "layer_norm1" in name:  # of images, too
                 parameter[::2] *= factor
 
 

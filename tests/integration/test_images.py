@@ -108,3 +108,23 @@ def test_pool_tells_images_apart(engines: Three, fleet: Fleet, prompt: Prompt) -
         assert answer.token_ids == engines.single.ask(prompt, 24, images=images).token_ids
         assert provenance(answer)["dram"] == shared
     settle(engine)
+
+
+def test_images_are_encoded_anew_with_other_weights(
+    engines: Three, fleet: Fleet, prompt: Prompt
+) -> None:
+    """Also one of which a running request has computed a part: the second one, in a step of 256."""
+    images = colors(6)[:2]
+    config = replace(engines.single.config, role="kv_both")
+    engine, fresh = fleet.start(config), fleet.start(engines.single.config)
+    before = engine.ask(prompt, 24, images=images).token_ids
+    assert before == engines.single.ask(prompt, 24, images=images).token_ids
+    engine.add("runs", [*prompt[:7], *prompt], 24, images=images)
+    assert engine.drive(1) == {}
+    for one in (engine, fresh):
+        one.scale_norms(3)
+    engine.run()
+    after = engine.ask(prompt, 24, images=images).token_ids
+    assert after == fresh.ask(prompt, 24, images=images).token_ids != before
+    fleet.retire(engine)
+    fleet.retire(fresh)

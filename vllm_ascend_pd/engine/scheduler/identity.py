@@ -3,7 +3,8 @@
 
 a call that may change weights begins   a random generation: in block hashes and fingerprint;
                                         leases are revoked, requests that wait are hashed anew,
-                                        those that have begun are like nothing else from now on
+                                        those that have begun are like nothing else from now on,
+                                        and what encoders have made of images is made anew
 it ends                                 the generation is what the weights are, if that can be
                                         told, and requests that have not begun get it
 """
@@ -25,7 +26,7 @@ from vllm_ascend_pd.engine.scheduler.weights import (
     settled_generation,
 )
 from vllm_ascend_pd.engine.vllm_api.config import lora_options
-from vllm_ascend_pd.engine.vllm_api.engine import hash_new_requests
+from vllm_ascend_pd.engine.vllm_api.engine import forget_encoded, hash_new_requests
 from vllm_ascend_pd.registration import MAX_ADAPTERS, MAX_TEXT
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class Identity:
 
     def _renew_users(self, lora: LoRARequest | None) -> None:
         if lora is not None:
+            forget_encoded(self._scheduler, self._executor)
             requests = self._scheduler.requests.values()
             self._renew(r for r in requests if _adapter_id(r) == lora.lora_int_id)
 
@@ -139,6 +141,7 @@ class Identity:
 
     def weights_changed(self) -> None:
         """They are, or may be, other ones from now on."""
+        forget_encoded(self._scheduler, self._executor)
         self._set_generation(random_generation())
         self._renew(self._scheduler.requests.values())
 

@@ -12,7 +12,13 @@ from vllm.v1.engine import EngineCoreRequestType
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from vllm_ascend_pd.engine.vllm_api.types import BlockHash, EngineCore, Request, Scheduler
+    from vllm_ascend_pd.engine.vllm_api.types import (
+        BlockHash,
+        EngineCore,
+        Executor,
+        Request,
+        Scheduler,
+    )
     from vllm_ascend_pd.hooks import SchedulerHooks
 
 
@@ -31,6 +37,22 @@ def attach(core: EngineCore, hooks: SchedulerHooks) -> None:
 def hash_new_requests(core: EngineCore, hasher: Callable[[Request], list[BlockHash]]) -> None:
     """With it instead of vLLM's."""
     core.request_block_hasher = hasher
+
+
+def forget_encoded(scheduler: Scheduler, executor: Executor) -> None:
+    """What encoders have made of images, sounds and videos: who needs some of it still has it made
+    anew.
+
+    Touches:
+        vllm/v1/core/sched/scheduler.py:Scheduler.max_num_encoder_input_tokens
+        vllm/v1/core/sched/scheduler.py:Scheduler.reset_encoder_cache
+        vllm/v1/executor/abstract.py:Executor.reset_encoder_cache
+    """
+    any_scheduler: Any = scheduler
+    any_executor: Any = executor
+    if any_scheduler.max_num_encoder_input_tokens:
+        any_scheduler.reset_encoder_cache()
+        any_executor.reset_encoder_cache()
 
 
 def is_ending(core: EngineCore) -> bool:
