@@ -87,7 +87,6 @@ def test_engine_knows_with_which_fields_a_request_goes_on() -> None:
         {"reasoning_effort": "none"},
         {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
         {"chat_template_kwargs": {"enable_thinking": False}},
-        {"media_io_kwargs": {"video": {"num_frames": 1}}},
     ],
     ids=str,
 )
@@ -103,7 +102,6 @@ def test_prompt_of_a_chat_is_asked_for_with_all_that_makes_it(fields: dict[str, 
         )
     )
     assert told.chat_template_kwargs == made.chat_template_kwargs
-    assert told.media_io_kwargs == made.media_io_kwargs
 
 
 def test_prompt_that_no_engine_can_make_is_not_asked_for() -> None:

@@ -256,6 +256,21 @@ def test_prompt_that_is_cut_is_not_looked_for(prompt: str | list[int]) -> None:
     run(test)
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "video_url", "image_embeds"])
+def test_images_and_the_like_are_not_prepared_to_be_tokenized(kind: str) -> None:
+    async def test() -> None:
+        async with deployed(1, 1, replace(FAST, policy="prefix-aware")) as d:
+            told = {"type": "text", "text": f'"{kind}"'}
+            url = f"{d.url}/v1/chat/completions"
+            for num_tokenized, parts in enumerate(([told, {"type": kind, kind: {}}], [told])):
+                chat = {"model": "tiny", "messages": [{"role": "user", "content": parts}]}
+                async with d.http.post(url, json=chat) as response:
+                    assert response.status == 200
+                assert sum(e.num_tokenized for e in (*d.prefills, *d.decodes)) == num_tokenized
+
+    run(test)
+
+
 def test_text_is_tokenized_by_an_engine_once() -> None:
     async def test() -> None:
         async with cluster() as (d, engines, publishers):

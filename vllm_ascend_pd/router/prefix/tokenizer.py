@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -29,13 +30,15 @@ _CHAT = (
     "add_special_tokens",
     "chat_template",
     "chat_template_kwargs",
-    "media_io_kwargs",
-    "mm_processor_kwargs",
     "tools",
 )
 _OF_TEMPLATE = ("documents", "reasoning_effort")
 """What a chat's server tells its template beside ``chat_template_kwargs``, and ``/tokenize``
 does not."""
+_has_media = re.compile(
+    rb'"(?:(?:image|audio|video|prompt)_(?:url|embeds)|input_(?:image|audio))"'
+).search
+"""Which an engine would fetch and prepare once more, and whose blocks are in no index."""
 
 _ids_decoder: msgspec.json.Decoder[tuple[int, ...]] = msgspec.json.Decoder(tuple[TokenId, ...])
 
@@ -96,7 +99,11 @@ class Tokenizer:
 
 
 def question(body: Body) -> bytes | None:
-    """To ``/tokenize``, of a chat or a completion; ``None`` if no engine could answer it."""
+    """To ``/tokenize``, of a chat or a completion; ``None`` if no engine could answer it, or none
+    should.
+    """
+    if body.path == CHAT and _has_media(body.fields.get("messages", b"")):
+        return None
     names = _CHAT if body.path == CHAT else _COMPLETION
     asked = {name: body.fields[name] for name in names if name in body.fields}
     told = {name: body.fields[name] for name in _OF_TEMPLATE if body.says(name)}
