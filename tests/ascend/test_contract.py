@@ -213,8 +213,8 @@ OWN_COPIES = {
     ("NPUModelRunner", "_determine_batch_execution_and_padding"): (
         "ascend-overlap-loads-instead-of-full-graph"
     ),
-    ("NPUModelRunner", "_sample"): "the generators of an NPU have an offset to rewind",
-    ("NPUModelRunner", "_bookkeeping_sync"): "the generators of an NPU have an offset to rewind",
+    ("NPUModelRunner", "_sample"): "ascend-draw-nothing-for-discarded-samples",
+    ("NPUModelRunner", "_bookkeeping_sync"): "ascend-draw-nothing-for-discarded-samples",
     ("NPUModelRunner", "sync_and_gather_intermediate_tensors"): (
         "an NPU has the dummy run that makes them, in eager mode too"
     ),

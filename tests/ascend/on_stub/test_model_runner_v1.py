@@ -12,6 +12,7 @@ from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
+import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
@@ -150,6 +151,63 @@ def test_full_graph_stays_when_all_kv_has_landed(
 def test_full_graph_stays_without_a_worker_side(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch(monkeypatch, CUDAGraphMode.FULL_AND_PIECEWISE) is None
     assert dispatch(monkeypatch, CUDAGraphMode.FULL, cascade=True) == {CUDAGraphMode.FULL}
+
+
+# _sample and _bookkeeping_sync ------------------------------------------------------------------
+
+
+@dataclass
+class Metadata:
+    """The field of ``SamplingMetadata`` that decides who draws."""
+
+    generators: dict[int, torch.Generator]
+
+
+def draws(monkeypatch: pytest.MonkeyPatch, discarded: list[bool]) -> list[float]:
+    """What a request with a seed draws in steps whose sample is discarded or not, in the second row
+    of a batch; a CPU's generator has no offset to rewind.
+    """
+    monkeypatch.setattr(model_runner_v1, "lmhead_tp_enable", lambda: False)
+    batch = SimpleNamespace(
+        req_ids=["free", "seeded"],
+        req_id_to_index={"free": 0, "seeded": 1},
+        generators={1: torch.Generator().manual_seed(11)},
+        update_async_output_token_ids=lambda: None,
+        num_tokens=np.zeros(2, dtype=np.int32),
+        num_tokens_no_spec=np.zeros(2, dtype=np.int32),
+        token_ids_cpu=np.zeros((2, 8), dtype=np.int32),
+        is_token_ids=np.zeros((2, 8), dtype=bool),
+    )
+    batch.sampling_metadata = Metadata(batch.generators)
+    runner = MagicMock()
+    runner.input_batch, runner.max_model_len, runner.use_async_scheduling = batch, 8, False
+    runner.requests = {name: SimpleNamespace(output_token_ids=[]) for name in batch.req_ids}
+    runner._to_list = lambda tokens: tokens.tolist()
+    drawn: list[float] = []
+
+    def sampler(logits: None, sampling_metadata: Metadata) -> Any:
+        for generator in sampling_metadata.generators.values():
+            drawn.append(torch.rand(1, generator=generator).item())
+        return SimpleNamespace(sampled_token_ids=torch.ones(2, 1), logprobs_tensors=None)
+
+    runner.sampler = sampler
+    for is_discarded in discarded:
+        runner.discard_request_mask.np = np.array([False, is_discarded])
+        runner.discard_request_indices.np = np.array([1])
+        runner.num_discarded_requests = int(is_discarded)
+        sampled = NPUModelRunner._sample(runner, None, None)
+        tokens = NPUModelRunner._bookkeeping_sync(
+            runner, MagicMock(), sampled, None, MagicMock(), 2, None
+        )[3]
+        assert tokens == [[1], [] if is_discarded else [1]]
+    return drawn
+
+
+def test_chunks_of_a_prompt_draw_no_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, second) = draws(monkeypatch, [False, False])
+    assert first != second
+    assert draws(monkeypatch, [True, True, False, False]) == [first, second]
+    assert draws(monkeypatch, [False, True, False]) == [first, second]
 
 
 # initialize_kv_cache ----------------------------------------------------------------------------
