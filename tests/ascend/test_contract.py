@@ -485,7 +485,14 @@ def test_caches_are_aligned_whenever_there_is_a_kv_transfer_config(sources: Sour
         # A producer's C8 cache is bf16, a consumer's int8.
         ("quantization/methods/kv_cache/kv_c8.py", "if not self.is_kv_producer:"),
         ("attention/attention_c8_mxfp.py", "not uses_mooncake_connector("),
-        # A preempted request ends there and must be sent to a producer again.
+        # A consumer cuts the prompts of models with states between blocks.
+        (
+            "patch/platform/patch_mamba_block_aligned_split.py",
+            "kv_transfer_config.is_kv_consumer and has_computed_prefix:",
+        ),
+        # A producer takes no notice of it; elsewhere a preempted request ends there and must be
+        # sent to a producer again.
+        ("platform.py", 'additional_scheduler_config["recompute_scheduler_enable"] = False'),
         ("core/recompute_scheduler.py", "def _finish_recomputed_request"),
     ],
 )

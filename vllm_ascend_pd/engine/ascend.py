@@ -149,7 +149,7 @@ def _problems(facts: AscendFacts, role: Role) -> Iterator[str]:
             "C8 MXFP caches have scales beside K and V, and vllm-ascend refuses every forward with"
             " them unless its own connector moves them: choose another --kv-cache-dtype"
         )
-    if facts.recompute_scheduler:
+    if facts.recompute_scheduler and role is not Role.PRODUCER:  # which takes no notice of it
         yield (
             "recompute_scheduler_enable ends a preempted request and expects the proxy to send it"
             " to a producer again: turn it off, the request is computed or loaded again in place"

@@ -13,7 +13,10 @@ import pytest
 from vllm_ascend_pd import hooks
 
 if "PD_ASCEND_TREE" in os.environ:
+    import torch
     import torch_npu  # noqa: F401
+
+    torch.utils.rename_privateuse1_backend("npu")
 
     class Absent(types.ModuleType):
         """A module of vllm-ascend that needs scipy, which nothing here uses."""

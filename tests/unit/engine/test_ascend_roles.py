@@ -41,7 +41,7 @@ def test_setting_that_works_is_let_through(role: Role, facts: dict[str, Any]) ->
         ({"enable_c8_quant": True}, {P, D, BOTH}, "C8 quantisation"),
         ({"quantizes_mla": True}, {P, D}, "enable_fa_quant"),
         ({"uses_c8_mxfp": True}, {P, D, BOTH}, "--kv-cache-dtype"),
-        ({"recompute_scheduler": True}, {P, D, BOTH}, "recompute_scheduler_enable"),
+        ({"recompute_scheduler": True}, {D, BOTH}, "recompute_scheduler_enable"),
         ({"balances_alone": True}, {P, D, BOTH}, "enable_balance_scheduling"),
         ({"dyntra_lb": True}, {P, D, BOTH}, "dyntra_lb_config"),
         ({"xlite_graph": True}, {P, D, BOTH}, "xlite_graph_config"),

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import PDConfig
+from vllm_ascend_pd.engine.ascend import is_ascend
 from vllm_ascend_pd.engine.model_identity import note_weights
 from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
@@ -233,6 +234,13 @@ def _check_states(config: VllmConfig) -> None:
     cache, speculative = config.cache_config, config.speculative_config
     method = "mtp" if speculative is None else speculative.method
     _refuse(
+        (
+            is_ascend(config),
+            (
+                "layers that keep a state, on NPUs: behind a prefix that is computed already a"
+                " consumer ends steps between blocks, and caches states of other tokens"
+            ),
+        ),
         (
             cache.mamba_cache_mode == "all",
             "states of all blocks (say --mamba-cache-mode align, or leave it out)",
