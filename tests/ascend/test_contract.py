@@ -478,8 +478,6 @@ def test_caches_are_aligned_whenever_there_is_a_kv_transfer_config(sources: Sour
         ("attention/mla_v1.py", "not ascend_config.mlapo_keep_prefill_weights"),
         ("attention/mla_v1.py", "max_num_batched_tokens <= MLAPO_MAX_SUPPORTED_TOKENS"),
         ("attention/utils.py", "MLAPO_MAX_SUPPORTED_TOKENS = 1024"),
-        # NZ pages exist on a consumer only.
-        ("ascend_config.py", "enable_kv_nz is only supported in pd scenario"),
         # A pure producer keeps the last block that EAGLE would drop.
         ("patch/platform/patch_kv_cache_coordinator.py", "def _skips_eagle_block_drop"),
         # A producer's C8 cache is bf16, a consumer's int8.
@@ -527,6 +525,19 @@ def test_mlapo_frees_nothing_of_an_engine_that_also_produces(sources: Sources) -
     unrestricted = [it for it in devices if "HardwareCapability.UNRESTRICTED_MLAPO" in it]
     assert unrestricted
     assert all("HardwareCapability.FP8_ATTENTION" in it for it in unrestricted)
+
+
+def test_prompts_are_written_into_nd_pages_and_decoded_from_nz_pages(sources: Sources) -> None:
+    """Why ``enable_kv_nz`` is refused: vllm-ascend's own connector changes what it has pulled."""
+    path, owner = "vllm_ascend/attention/mla_v1.py", "AscendMLAImpl"
+    prompt, decode, attention = (
+        ast.unparse(sources.method(path, owner, name))
+        for name in ("exec_kv_prefill", "exec_kv_decode", "_forward_decode")
+    )
+    assert "cache_mode = 'PA'\n" in prompt
+    assert "kv_nz" not in prompt
+    assert "'PA_NZ' if self.enable_kv_nz else 'PA'" in decode
+    assert "elif self.enable_kv_nz:" in attention
 
 
 # Mooncake and streams ---------------------------------------------------------------------------

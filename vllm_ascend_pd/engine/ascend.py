@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is different on Ascend NPUs: the format of pages, and settings that cannot work.
+"""What is different on Ascend NPUs: settings that cannot work.
 
 vllm-ascend changes what an engine does by its ``kv_role``: a consumer frees weights, its cache may
 be in NZ format or quantised, a pure producer keeps the block that EAGLE would drop. `ascend_facts`
@@ -94,11 +94,6 @@ def in_super_node() -> bool:
     return bool(get_ascend_device_type().name == "A3")
 
 
-def page_format(facts: AscendFacts) -> str:
-    """``nz`` or ``nd``: bytes of a page in one format make no sense in the other."""
-    return "nz" if facts.enable_kv_nz else "nd"
-
-
 def check_roles(facts: AscendFacts, role: Role) -> None:
     """Refuse at start what could only fail, or be wrong, once requests come.
 
@@ -129,20 +124,21 @@ def _problems(facts: AscendFacts, role: Role) -> Iterator[str]:
             " arrive: set mlapo_keep_prefill_weights to true in --additional-config, or"
             f" --max-num-batched-tokens above {MLAPO_MAX_TOKENS}"
         )
-    if role is Role.CONSUMER and facts.enable_kv_nz:
+    if facts.enable_kv_nz:
         yield (
-            "enable_kv_nz makes the pages of a consumer unlike those of every kv_producer: turn it"
-            " off, or give kv_both and enable_kv_nz to both sides"
+            "enable_kv_nz: what a prompt computes, here or on a producer, is written into ND pages,"
+            " and decoding takes them for NZ pages: turn it off"
         )
     if facts.enable_c8_quant:
         yield (
             "C8 quantisation of the KV cache: a producer keeps bfloat16 and a consumer int8; turn"
             " it off on both sides"
         )
-    if facts.quantizes_mla and role is not Role.BOTH:
+    if facts.quantizes_mla:
         yield (
-            "MLA with enable_fa_quant: a consumer's cache is int8 and a producer's bfloat16; leave"
-            " --kv-cache-dtype out on both sides, or give kv_both to both"
+            "MLA with enable_fa_quant: a consumer's cache is int8 and a producer's bfloat16, and"
+            " with kv_both only the cache's layout is that of int8; leave --kv-cache-dtype out on"
+            " both sides"
         )
     if facts.uses_c8_mxfp:
         yield (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.backends.npu_links import late_write_s
 from vllm_ascend_pd.config import PDConfig, WireProtocol
-from vllm_ascend_pd.engine.ascend import ascend_facts, is_ascend, page_format
+from vllm_ascend_pd.engine.ascend import is_ascend
 from vllm_ascend_pd.engine.model_identity import model_identity
 from vllm_ascend_pd.engine.sharding import sharding
 from vllm_ascend_pd.engine.vllm_api.config import built_with, cpu_page_isa
@@ -100,11 +100,11 @@ def _hash_seed(algorithm: str) -> str:
 
 
 def _page_isa(vllm_config: VllmConfig, block_size: int) -> str:
-    """The CPU backend packs K as its instruction set likes it; an NPU has two formats of pages;
-    elsewhere pages are plain.
+    """The CPU backend packs K as its instruction set likes it; of the two formats of pages that an
+    NPU has one works; elsewhere pages are plain.
     """
     if is_ascend(vllm_config):
-        return f"npu-{page_format(ascend_facts(vllm_config))}"
+        return "npu-nd"
     if vllm_config.device_config.device_type != "cpu":
         return "plain"
     return f"{platform.machine()}-{cpu_page_isa(vllm_config, block_size)}"

@@ -8,10 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm_ascend import ascend_config
 from vllm_ascend.attention.utils import MLAPO_MAX_SUPPORTED_TOKENS
 from vllm_ascend.device import device_config
 from vllm_ascend.device.hardware import AscendDeviceType
+from vllm_ascend.quantization.configs.modelslim_config import AscendModelSlimConfig
 from vllm_ascend.quantization.utils import enable_fa_quant
 
 from vllm_ascend_pd.engine.ascend import MLAPO_MAX_TOKENS, AscendFacts, ascend_facts, in_super_node
@@ -91,6 +93,23 @@ def test_quantized_mla_is_what_a_consumer_quantizes(
     assert ascend_facts(config).quantizes_mla is quantizes
     config.kv_transfer_config = SimpleNamespace(is_kv_consumer=True)
     assert enable_fa_quant(config) is quantizes
+
+
+def test_engine_of_both_roles_divides_caches_that_no_layer_quantizes(ascend: Any) -> None:
+    config = vllm_config(use_mla=True)
+    config.cache_config.cache_dtype = "int8"
+    config.kv_transfer_config = SimpleNamespace(is_kv_consumer=True, is_kv_producer=True)
+    config.quant_config = quant = AscendModelSlimConfig.__new__(AscendModelSlimConfig)
+    quant.enable_fa_quant, quant.kvcache_quant_layers = True, [0]
+    model = SimpleNamespace(use_mla=True, dtype=torch.bfloat16)
+    layer = "model.layers.0.self_attn.attn"
+    assert not enable_fa_quant(config, layer)
+    assert enable_fa_quant(config)
+    assert quant.get_kv_quant_dtype(layer, torch.bfloat16, model) == (torch.int8, torch.bfloat16)
+    # The latent part and that of RoPE, as many bytes as these types take, in neither one's pages.
+    factors = quant.get_kv_quant_split_factor(layer, [512, 64])
+    for page in (512 + 64, 2 * (512 + 64)):
+        assert [page / factor for factor in factors] != [512, 2 * 64]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_ascend_pd.config import Role
-from vllm_ascend_pd.engine.ascend import AscendFacts, check_roles, page_format
+from vllm_ascend_pd.engine.ascend import AscendFacts, check_roles
 from vllm_ascend_pd.errors import ConfigError
 
 P, D, BOTH = Role.PRODUCER, Role.CONSUMER, Role.BOTH
@@ -37,9 +37,9 @@ def test_setting_that_works_is_let_through(role: Role, facts: dict[str, Any]) ->
         ({"is_310p": True}, {P, D, BOTH}, "310P"),
         (SMALL_BATCH, {D}, "mlapo_keep_prefill_weights"),
         ({"uses_sparse_attention": True}, {P, D, BOTH}, "sparse attention"),
-        ({"enable_kv_nz": True}, {D}, "enable_kv_nz"),
+        ({"enable_kv_nz": True}, {P, D, BOTH}, "enable_kv_nz"),
         ({"enable_c8_quant": True}, {P, D, BOTH}, "C8 quantisation"),
-        ({"quantizes_mla": True}, {P, D}, "enable_fa_quant"),
+        ({"quantizes_mla": True}, {P, D, BOTH}, "enable_fa_quant"),
         ({"uses_c8_mxfp": True}, {P, D, BOTH}, "--kv-cache-dtype"),
         ({"recompute_scheduler": True}, {D, BOTH}, "recompute_scheduler_enable"),
         ({"balances_alone": True}, {P, D, BOTH}, "enable_balance_scheduling"),
@@ -63,8 +63,3 @@ def test_setting_that_cannot_work_is_refused_by_name(
 def test_every_problem_is_named_at_once() -> None:
     with pytest.raises(ConfigError, match=r"xlite_graph_config.*sparse_kv_offload_config"):
         check_roles(AscendFacts(xlite_graph=True, sparse_kv_offload=True), P)
-
-
-def test_formats_of_pages_differ() -> None:
-    """So that NZ and ND pages are told apart by the fingerprint that the handshake compares."""
-    assert page_format(AscendFacts(enable_kv_nz=True)) != page_format(AscendFacts())

@@ -72,7 +72,7 @@ _FITTING: dict[str, dict[str, str]] = {
         "layout": "start both sides with the same VLLM_KV_CACHE_LAYOUT",
         "kernel": "give both sides the same --attention-backend, or a --block-size of 64 or less",
         "via": "give both sides the same transfer.protocol",
-        "isa": "run both sides on the same kind of CPU; on NPUs give both the same enable_kv_nz",
+        "isa": "run both sides on the same kind of CPU",
     },
     "engine versions": {
         "vllm": "install the same vLLM on both sides",
