@@ -218,7 +218,7 @@ def kernel_blocks(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]
     for group in kv_cache_config.kv_cache_groups:
         first = parts(kv_caches[group.layer_names[0]])[0]
         split = len(first) // kv_cache_config.num_blocks
-        counts = split > 1 and first.shape[1] > 1
+        counts = split > 1 and first.dim() == 4 and first.shape[1] > 1  # heads
         found.append(str(group.kv_cache_spec.block_size // split) if counts else "whole")
     return ",".join(found) if any(one != "whole" for one in found) else ""
 
