@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadataBuilder
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker import mamba_utils
 from vllm.v1.worker.gpu.model_states import mamba_hybrid
@@ -331,3 +335,50 @@ def test_model_runner_v2_looks_for_states_behind_what_was_accepted(
     told = built["model_specific_attn_metadata"]
     assert told.num_decode_draft_tokens_cpu.tolist() == [2 if drafts else 0, 0, -1, -1]
     assert told.num_accepted_tokens.tolist() == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize("builder", [GDNAttentionMetadataBuilder, KimiK3KDAMetadataBuilder])
+def test_states_are_looked_for_behind_what_was_accepted_also_without_any_draft(
+    builder: type[Any],
+) -> None:
+    """In a step of two decoding requests."""
+    starts, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1, 2], [50, 43]))
+    metadata = CommonAttentionMetadata(
+        query_start_loc=starts,
+        query_start_loc_cpu=starts,
+        seq_lens=lengths,
+        num_reqs=2,
+        num_actual_tokens=2,
+        max_query_len=1,
+        max_seq_len=50,
+        block_table_tensor=torch.arange(6, dtype=torch.int32).view(2, 3),
+        slot_mapping=torch.zeros(2, dtype=torch.int64),
+        seq_lens_cpu_upper_bound=lengths,
+        is_prefilling=torch.zeros(2, dtype=torch.bool),
+    )
+    made = object.__new__(builder)
+    made.__dict__.update(
+        use_spec_decode=True,
+        num_spec=2,
+        spec_state_slots=3,
+        kv_cache_spec=MambaSpec(
+            block_size=64,
+            shapes=((4,),),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="none",
+            num_speculative_blocks=2,
+        ),
+        vllm_config=SimpleNamespace(
+            cache_config=SimpleNamespace(mamba_cache_mode="none"), use_v2_model_runner=False
+        ),
+        use_full_cuda_graph=False,
+        decode_cudagraph_max_bs=8,
+        use_recoverssm=False,
+        recoverssm_num_accepted_tokens=None,
+        checkpoint_builder=SimpleNamespace(build=lambda *_: None),
+    )
+    counts = torch.tensor([3, 1], dtype=torch.int32)
+    built = made.build(0, metadata, counts, torch.zeros(2, dtype=torch.int32))
+    assert (built.num_spec_decodes, built.num_decodes) == (2, 0)
+    assert built.num_accepted_tokens.tolist() == [3, 1]
+    assert built.spec_state_indices_tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
