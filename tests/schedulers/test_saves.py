@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.schedulers.harness import BLOCK_SIZE, Engines, prompt_of
+from tests.schedulers.harness import BLOCK_SIZE, Engines, expect_all_tokens, prompt_of
 from tests.schedulers.test_random_schedulers import SimulatedPool
+from vllm_ascend_pd.types import Cause
 
 
 @pytest.mark.parametrize("num_left_out", [0, 1, 3])
@@ -35,5 +36,25 @@ def test_all_full_blocks_are_stored(engines: Engines, length: int, num_left_out:
         pool.finish()
         assert len(request.block_hashes) == 3
         assert [(0, bytes(one)) in values for one in request.block_hashes] == [True] * 3
+    finally:
+        pool.close()
+
+
+def test_request_without_its_transfer_says_what_the_pool_brought(engines: Engines) -> None:
+    engine = engines.make("kv_producer", pool={"load": "all", "lookup_timeout_ms": 5000})
+    draw: Any = SimpleNamespace(random=lambda: 0.5)
+    pool = SimulatedPool(engine, {}, draw)
+    try:
+        engine.add("r", prompt_of(3 * BLOCK_SIZE + 1))
+        engine.run_to_end()
+        pool.finish()
+        assert engine.scheduler.reset_prefix_cache()
+        asks = {"do_remote_prefill": True, "return_provenance": True}
+        engine.add("s", prompt_of(3 * BLOCK_SIZE + 1), asks)
+        engine.run_to_end()
+        provenance = (engine.params["s"] or {})["provenance"]
+        assert provenance["outcome"] == Cause.WRONG_ROLE.value
+        assert provenance["num_dram_tokens"] == 3 * BLOCK_SIZE
+        expect_all_tokens(provenance)
     finally:
         pool.close()

@@ -122,7 +122,10 @@ class Arrivals:
 
     def finish(self, request: Request, ending: Ending) -> dict[str, Any] | None:
         """``kv_transfer_params`` of the response."""
-        provenance = self._ignored.pop(request.request_id, ending.provenance)
+        ignored, provenance = self._ignored.pop(request.request_id, None), ending.provenance
+        if ignored is not None:
+            provenance = provenance or ignored  # the pool counts, too
+            provenance.outcome = ignored.outcome
         asked: Any = request.kv_transfer_params
         if provenance is None or not isinstance(asked, dict) or not asked.get("return_provenance"):
             return ending.params
