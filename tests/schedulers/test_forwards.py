@@ -22,6 +22,7 @@ import torch
 import vllm
 from msgspec.structs import replace
 from vllm import PoolingParams, SamplingParams
+from vllm.config import VllmConfig
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFeatureSpec,
@@ -810,6 +811,19 @@ def test_what_no_front_end_sends_is_no_guest(engines: Engines, changes: dict[str
         setattr(sent if hasattr(sent, name) else sent.sampling_params, name, value)
     with pytest.raises(TransferError):
         make_guest(core, "r", sent, None)
+
+
+def test_what_the_targets_row_has_no_room_for_is_no_guest(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source may have Model Runner V1; in a step it would end the target."""
+    core = Core(engines.make("kv_both"))
+    params = SamplingParams(logit_bias=dict.fromkeys(range(1025), 1.0))
+    encoded = encode_request(Request("r", PROMPT, params, None), "r", {})
+    assert make_guest(core, "r", read_request(encoded), None).num_prompt_tokens == len(PROMPT)
+    monkeypatch.setattr(VllmConfig, "use_v2_model_runner", property(lambda self: True))
+    with pytest.raises(TransferError, match="has room for 1024"):
+        make_guest(core, "r", read_request(encoded), None)
 
 
 def test_request_of_the_targets_own_is_not_taken_for_a_guest(

@@ -10,6 +10,7 @@ import msgspec
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from vllm_ascend_pd.engine.vllm_api import row_limits
 from vllm_ascend_pd.engine.vllm_api.hashes import hash_anew, salt_of_client
 from vllm_ascend_pd.errors import TransferError
 
@@ -134,6 +135,7 @@ def _check(scheduler: Scheduler, sent: EngineCoreRequest) -> None:
     config: Any = scheduler.vllm_config
     # Structured output the other engine's front end has checked: that takes a tokenizer.
     params.verify(config.model_config, config.speculative_config, None, None)
+    row_limits.check(config, params)
     is_image = bytearray(len(token_ids))
     for feature in sent.mm_features or ():
         start, num_tokens = feature.mm_position.offset, feature.mm_position.length

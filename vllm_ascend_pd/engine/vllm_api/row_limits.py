@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row of Model Runner V2 has no room for. The front end's process."""
+"""What a row of Model Runner V2 has no room for. Any process."""
 
 from __future__ import annotations
 
