@@ -271,10 +271,8 @@ class Loads:
         """``request`` shares blocks; those of a load that has not ended make it a user, and so do
         those that another one computes on them.
         """
-        if not (records := self.in_steps()):
-            return
         block_ids = {block.block_id for block in blocks}
-        for record in records:
+        for record in self.in_steps():
             if request not in record.users and record.may_spoil(block_ids):
                 record.users[request] = set()
 
