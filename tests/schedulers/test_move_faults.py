@@ -517,6 +517,19 @@ def test_whatever_happens_meanwhile_one_engine_computes(
     assert move.has_left or len(move.source.tokens["r"]) == NUM_OUTPUT
 
 
+@pytest.mark.parametrize("kind", KINDS[1:-2])
+def test_target_with_other_weights_than_it_had_refuses_what_is_not_here(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    wire = Wire(monkeypatch, kind, "")
+    move = move_that_meets(
+        wire, engines, lambda move: move.target.scheduler.pd.forsake(move.target.requests["t"])
+    )
+    move.expect_one_answer()
+    assert move.outcome == "move_incompatible"
+    assert len(move.source.tokens["r"]) == NUM_OUTPUT
+
+
 @EACH_SHAPE
 @pytest.mark.parametrize("kind", KINDS)
 def test_client_of_the_source_leaves(
