@@ -417,6 +417,17 @@ def test_saves_that_are_given_up_are_not_read_any_more(workers: Workers) -> None
         assert kinds.count(Packed) == kinds.count(Saved) == 2
 
 
+def test_saves_behind_those_that_are_given_up_are_stored(workers: Workers) -> None:
+    for worker in workers.each:
+        worker.tier.script = TierScript("put:delay(300)")
+    for save_id in (1, 2, 3):
+        workers.link.send(Save(save_id, (0,), (HASHES[save_id],)))
+    workers.link.send(DropSaves(2))
+    answers = [workers.inbox.get(timeout=LONG_S) for _ in range(12)]
+    saved = [x.statuses for x in answers if isinstance(x, Saved) and x.save_id == 3]
+    assert saved == [("ok",)] * 2
+
+
 def test_lookups_that_wait_are_asked_at_once(
     workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -813,6 +813,25 @@ def test_what_no_front_end_sends_is_no_guest(engines: Engines, changes: dict[str
         make_guest(core, "r", sent, None)
 
 
+def test_tokens_that_the_grammar_here_does_not_accept_end_the_request(
+    engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwards_out, "accept_tokens", lambda scheduler, request, token_ids: False)
+    pair = Pair(engines, tmp_path)
+    pair.begin()
+    pair.run()
+    assert pair.source.requests["r"].status is RequestStatus.FINISHED_ERROR
+    assert len(pair.source.tokens["r"]) < NUM_OUTPUT
+
+
+def test_request_that_is_no_plain_data_stays(engines: Engines, tmp_path: Path) -> None:
+    pair = Pair(engines, tmp_path)
+    pair.begin()
+    pair.source.requests["r"].sampling_params.extra_args = {"of a plugin": object()}
+    assert pair.run() == {"bad_params": 1}
+    pair.expect_whole()
+
+
 def test_what_the_targets_row_has_no_room_for_is_no_guest(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
