@@ -31,6 +31,7 @@ from vllm_ascend_pd.kv.span import KVGroup, Wanted
 from vllm_ascend_pd.metrics import Provenance, Stats
 from vllm_ascend_pd.pool.known_keys import KnownKeys
 from vllm_ascend_pd.pool.messages import (
+    DROPPED,
     AheadSpec,
     DropAhead,
     DropSaves,
@@ -281,6 +282,15 @@ def test_failed_puts_open_the_breaker_and_a_good_one_closes_it(
     began, ended = (record.getMessage() for record in caplog.records)
     assert "(see the workers' logs)" in began
     assert ended == "the pool takes blocks again; writes go on after 3 s without"
+
+
+def test_write_that_is_tried_and_given_up_does_not_say_that_the_pool_is_well(world: World) -> None:
+    for i, status in enumerate(("failed", "failed", DROPPED, "ok")):
+        assert world.saves.breaker.closed == (i < 2)
+        world.run_step(world.request(name=str(i), start=1000 * i), 16)
+        world.answer(status)
+        world.now += 1.1
+    assert world.saves.breaker.closed
 
 
 def test_save_that_hangs_counts_before_it_ends(world: World) -> None:

@@ -425,7 +425,8 @@ class Saves:
         if save.is_late:
             return
         if DROPPED not in message.statuses or self.breaker.state is BreakerState.HALF_OPEN:
-            ok, elapsed_s = Status.FAILED.value not in message.statuses, message.elapsed_ms / 1000
+            ok = {Status.FAILED.value, DROPPED}.isdisjoint(message.statuses)
+            elapsed_s = message.elapsed_ms / 1000
             why = f"a write took {elapsed_s:.1f} s" if ok else "see the workers' logs"
             self._record(ok, elapsed_s, why)
 
