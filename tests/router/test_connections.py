@@ -24,6 +24,7 @@ from vllm_ascend_pd.router import server as server_module
 from vllm_ascend_pd.router.deadlines import Deadline, LoopLag
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.http_client import MAX_CONNECTING, EngineClient, kind_of
+from vllm_ascend_pd.router.http_exchange import HIGH_WATER_BYTES
 from vllm_ascend_pd.router.server import RouterServer, bind
 
 
@@ -212,6 +213,78 @@ def test_connection_that_was_closed_while_the_router_did_something_else_is_no_fa
         return answer
 
     assert uvloop.run(test()) == 200
+
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+@asynccontextmanager
+async def saying(answer: bytes, then: bytes = b"", *, closes: bool = False) -> AsyncIterator[str]:
+    """A server that says this to each request, of which ``then`` a moment later; its URL."""
+
+    serving: list[asyncio.Task[Any] | None] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.append(asyncio.current_task())
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(answer)
+                await asyncio.sleep(0.05 if then else 0)
+                writer.write(then)
+                if closes:
+                    break
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        await asyncio.wait(filter(None, serving), timeout=1)
+
+
+@pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+@pytest.mark.parametrize("more", [b"", b"0", b"\r\nx", b"HTTP/1.1 500 ", ANSWER, 2 * ANSWER])
+@pytest.mark.parametrize("is_later", [False, True])
+def test_what_comes_behind_an_answer_is_none_to_the_next_request(
+    more: bytes, is_later: bool, run_loop: Any
+) -> None:
+    async def test() -> list[tuple[int, bytes] | Failure]:
+        said = (ANSWER, more) if is_later else (ANSWER + more, b"")
+        async with saying(*said) as url:
+            client = EngineClient(url, connect_timeout_s=40)
+            answers = []
+            for _ in range(3):
+                answers.append(await client.fetch(b"GET", b"/health", (), b"", 40.0))
+                await asyncio.sleep(0.1 if is_later else 0)
+            assert client.num_open == (0 if more else 1)
+            client.close()
+            return answers
+
+    assert run_loop(test()) == [(200, b"ok")] * 3
+
+
+@pytest.mark.parametrize("run_loop", [asyncio.run, uvloop.run])
+def test_answers_of_other_servers_are_understood(run_loop: Any) -> None:
+    """Hints before it, its end told by that of the connection, more than is held at a time."""
+    body = b"x" * (3 * HIGH_WATER_BYTES)
+    early = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
+
+    async def test() -> None:
+        for answer, closes in (
+            (early + b"HTTP/1.1 200 OK\r\n\r\n" + body, True),
+            (b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body), False),
+        ):
+            async with saying(answer, closes=closes) as url:
+                client = EngineClient(url, connect_timeout_s=40)
+                for _ in range(2):
+                    assert await client.fetch(b"GET", b"/health", (), b"", 40.0) == (200, body)
+                client.close()
+
+    run_loop(test())
 
 
 def test_deadline_of_a_loop_that_is_in_time_ends() -> None:

@@ -63,6 +63,10 @@ class EngineConnection(asyncio.Protocol):
 
     # What httptools calls.
 
+    def on_message_begin(self) -> None:
+        if self.response is None:
+            self.abort()  # it says more than was asked
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if self.response is not None:
             self.response.headers.append((name.lower(), value))
