@@ -410,14 +410,16 @@ class Measurement:
         if response.status != 200:
             option = "--api-key-file" if url == self._router else "--engine-api-key-file"
             fix = f"; name a file with its key with {option}" if response.status == 401 else ""
-            raise ConfigError(f"{url}{path}: {response.status}: {body[:300].decode()}{fix}")
+            raise ConfigError(
+                f"{url}{path}: {response.status}: {body[:300].decode(errors='replace')}{fix}"
+            )
         return body
 
     async def _max_model_len(self, url: str) -> int:
         """Tokens of a prompt and its answer together."""
+        models = await self._get(url, "/v1/models")
         try:
-            models = msgspec.json.decode(await self._get(url, "/v1/models"))["data"]
-            return int(models[0]["max_model_len"])
+            return int(msgspec.json.decode(models)["data"][0]["max_model_len"])
         except (msgspec.DecodeError, LookupError, TypeError, ValueError) as e:
             raise ConfigError(f"{url}/v1/models has no max_model_len; is it vLLM?") from e
 

@@ -217,3 +217,20 @@ def test_router_and_engines_may_want_different_keys(is_router: bool, key: str) -
 
     asyncio.run(test())
     assert shown == [f"Bearer {key}"] * 2
+
+
+@pytest.mark.parametrize("text", ["no", 299 * "x" + "é"])
+def test_server_that_answers_otherwise_is_named(text: str) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(status=401, text=text)
+
+    async def test() -> None:
+        app = web.Application()
+        app.router.add_get("/v1/models", answer)
+        async with TestServer(app) as server, aiohttp.ClientSession() as http:
+            url = str(server.make_url("")).rstrip("/")
+            measurement = Measurement(http, Access("http://router:1"), GRID, lambda line: None)
+            with pytest.raises(ConfigError, match=f"401: {text[:299]}.*--engine-api-key-file"):
+                await measurement._max_model_len(url)
+
+    asyncio.run(test())
