@@ -61,7 +61,7 @@ class Display:
     def say(self, text: str | Text) -> None:
         """A line that stays."""
         with self._if_it_can_be_shown():
-            self._console.print(text, soft_wrap=True, highlight=False)
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def refresh(self) -> None:
         """Draw the table again, with the times and log lines of now."""

@@ -141,6 +141,21 @@ def test_processes_go_on_when_nothing_can_be_shown(
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
+def test_end_of_a_log_is_shown_as_it_is_where_nothing_comes_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "ERROR [core.py:1] no model in [/models/tiny]"
+
+    async def test() -> None:
+        ends = (sys.executable, "-c", f"print({said!r}); raise SystemExit(3)")
+        command = Command("ends", "router", "localhost", ends, {}, ASKED.removesuffix("/health"))
+        deployment, manner = Deployment((command,), command.url), Manner(tmp_path)
+        assert await launch(deployment, [command], "m", Console(width=500), manner) == 1
+
+    asyncio.run(asyncio.wait_for(test(), 60))
+    assert f"the end of {tmp_path / 'ends.log'}:\n  {said}\n" in capsys.readouterr().out
+
+
 def test_log_of_an_engine_on_ray_is_rotated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
