@@ -104,6 +104,8 @@ def test_prompt_of_a_chat_is_asked_for_with_all_that_makes_it(fields: dict[str, 
     assert told.chat_template_kwargs == made.chat_template_kwargs
 
 
-def test_prompt_that_no_engine_can_make_is_not_asked_for() -> None:
-    body = {"messages": CONVERSATION, "documents": [{}], "chat_template_kwargs": [1]}
-    assert question(parse(CHAT, json.dumps(body).encode())) is None
+@pytest.mark.parametrize("kwargs", [b"[1]", b'{"\xff": 1}'])
+def test_prompt_that_no_engine_can_make_is_not_asked_for(kwargs: bytes) -> None:
+    body = json.dumps({"messages": CONVERSATION, "documents": [{}]}).encode()
+    body = body.replace(b"}]}", b'}], "chat_template_kwargs": %b}' % kwargs)
+    assert question(parse(CHAT, body)) is None

@@ -83,7 +83,7 @@ class Tokenizer:
             return None
         try:
             tokens = msgspec.json.decode(answer[1], type=_Tokenized).tokens
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
         self._remember(key, tokens)
         return tokens
@@ -111,7 +111,7 @@ def question(body: Body) -> bytes | None:
         own = asked.get("chat_template_kwargs", msgspec.Raw(b"null"))
         try:
             options = msgspec.json.decode(own, type=dict[str, msgspec.Raw] | None) or {}
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError):
             return None
         if effort := told.get("reasoning_effort"):
             thinks = b"false" if bytes(effort) == b'"none"' else b"true"
