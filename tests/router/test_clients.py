@@ -7,6 +7,7 @@ import asyncio
 import codecs
 import json
 import os
+from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,19 @@ def test_body_that_no_engine_can_read_is_400(body: bytes, named: str) -> None:
     run(test)
 
 
+async def in_chunks(chunks: list[bytes]) -> AsyncIterator[bytes]:
+    for chunk in chunks:
+        yield chunk
+
+
 def test_large_body_is_413() -> None:
     async def test() -> None:
         async with deployed(config=replace(FAST, max_body_bytes=1000)) as d:
             status, _, _ = await d.post(prompt="x" * 2000)
             assert status == 413
+            url = f"{d.url}/v1/completions"
+            async with d.http.post(url, data=in_chunks(500 * [b"{    "])) as response:
+                assert response.status == 413
             assert not d.prefills[0].received
 
     run(test)

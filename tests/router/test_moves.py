@@ -29,6 +29,7 @@ from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.operating import MoveOrder
 from vllm_ascend_pd.resume import Resume, ResumeKey
 from vllm_ascend_pd.router import relay
+from vllm_ascend_pd.router.bodies import Body
 from vllm_ascend_pd.router.config import Queueing
 from vllm_ascend_pd.router.metrics import MOVE_GAPS_S, Recent
 from vllm_ascend_pd.router.rebalance import Rebalancing
@@ -394,6 +395,44 @@ def test_move_waits_for_room_while_the_stream_goes_on() -> None:
             assert second.task.done()
             source = next(e for e in d.decodes if e is not target)
             assert is_whole(await first.rest(), source)
+
+    run(test)
+
+
+def test_source_that_breaks_while_the_move_waits_for_room_is_followed_by_a_third() -> None:
+    async def test() -> None:
+        config = replace(PATIENT, queueing=Queueing(max_requests=1))
+        async with deployed(1, 3, config, **SLOW) as d:
+            first, second = Client(d, "a"), Client(d, "b")
+            await first.has(1)
+            await second.has(1)
+            busy = [e for e in d.decodes if e.received]
+            source, target = sorted(busy, key=lambda e: e.received[0].headers["x-request-id"])
+            moving = asyncio.ensure_future(move(d, "a", to=name(target)))
+            await until(lambda: any(one.move for one in d.router.moves.running))
+            await source.stop()
+            [report] = await moving
+            assert report["outcome"] == "broken"
+            assert is_whole(await first.rest(), source)
+            assert is_whole(await second.rest(), target)
+            assert len(target.received) == 1
+            assert d.count("resumes_total", kind="exact", outcome="ok") == 1
+            await nothing_in_progress(d)
+
+    run(test)
+
+
+def test_bug_on_the_way_leaves_the_stream_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with deployed(1, 2, PATIENT, **SLOW) as d:
+            client = Client(d)
+            await client.has(1)
+            monkeypatch.setattr(Body, "for_decode", None)
+            source, target = source_and_target(d)
+            [report] = await move(d, to=name(target))
+            assert (report["outcome"], report["cause"]) == ("stayed", "bug")
+            assert is_whole(await client.rest(), source)
+            await nothing_in_progress(d)
 
     run(test)
 
