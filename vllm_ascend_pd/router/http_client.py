@@ -86,7 +86,7 @@ class EngineClient:
         headers: Headers,
         body: bytes,
         *,
-        head_timeout_s: float | None,
+        head_timeout_s: float,
         phase: str,
     ) -> Response | Failure:
         """Send, and wait for the head of the answer. The deadline goes on over the body until
@@ -149,9 +149,7 @@ class EngineClient:
                 return connection
         return None
 
-    async def _find_connection(
-        self, timeout_s: float | None
-    ) -> tuple[EngineConnection | Failure, bool]:
+    async def _find_connection(self, timeout_s: float) -> tuple[EngineConnection | Failure, bool]:
         """A new one, or one that became free before it was this caller's turn to make one (then
         ``True``). Turns are taken in order."""
         if self._num_connecting < MAX_CONNECTING:
@@ -167,14 +165,12 @@ class EngineClient:
             if self._give(None):
                 self._num_connecting += 1
 
-    async def _wait_for_turn(self, timeout_s: float | None) -> EngineConnection | Failure | None:
+    async def _wait_for_turn(self, timeout_s: float) -> EngineConnection | Failure | None:
         turn: asyncio.Future[EngineConnection | Failure | None]
         turn = asyncio.get_running_loop().create_future()
         self._waiters.append(turn)
         late = Failure(FailureKind.CONNECT_TIMEOUT, f"no connection was free within {timeout_s} s")
-        deadline = (
-            Deadline(timeout_s, self._lag, lambda: _settle(turn, late)) if timeout_s else None
-        )
+        deadline = Deadline(timeout_s, self._lag, lambda: _settle(turn, late))
         try:
             return await turn
         except asyncio.CancelledError:
@@ -182,8 +178,7 @@ class EngineClient:
                 self._take_back(turn.result())
             raise
         finally:
-            if deadline is not None:
-                deadline.cancel()
+            deadline.cancel()
 
     def _take_back(self, given: EngineConnection | Failure | None) -> None:
         """Of a caller that left before it could use it."""

@@ -141,7 +141,7 @@ class Response:
         self._waiter: asyncio.Future[None] | None = None
         self._deadline: Deadline | None = None
         self._phase = ""
-        self._phase_s: float | None = None
+        self._phase_s = 0.0
         self._paused = False
         self._sent_at = time.monotonic()
         self._lag_before_s = lag.total_s(self._sent_at)
@@ -166,12 +166,10 @@ class Response:
         lengths = self.header(b"content-length"), self.header(b"transfer-encoding")
         return has_body and lengths == (None, None)
 
-    def set_deadline(self, seconds: float | None, phase: str) -> None:
-        """From now on until the next call; ``None`` is no deadline."""
+    def set_deadline(self, seconds: float, phase: str) -> None:
+        """From now on until the next call."""
         self._phase, self._phase_s = phase, seconds
-        if seconds is None:
-            self._end_deadline()
-        elif self._deadline is not None:
+        if self._deadline is not None:
             self._deadline.begin(seconds)
         elif not self._finished and self._failure is None:
             self._deadline = Deadline(seconds, self._lag, self._expire)
@@ -187,7 +185,6 @@ class Response:
             self._deadline = None
 
     def _expire(self) -> None:
-        assert self._phase_s is not None
         if self._paused:  # it is the client that does not read
             self.set_deadline(self._phase_s, self._phase)
             return

@@ -75,8 +75,6 @@ NOTHING = Promise("none", "off")
 
 def promise(body: Body, mode: ResumeMode, tool_call_parser: str) -> Promise:
     """For its answer; ``tool_call_parser`` is the engines', which sees a whole answer at once."""
-    if mode == "off":
-        return NOTHING
     if body.path not in (COMPLETIONS, CHAT):
         return Promise("none", "api")
     if body.decode_only not in (None, TRUNCATION):
