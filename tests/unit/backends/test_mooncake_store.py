@@ -107,3 +107,61 @@ def test_memory_that_is_registered_while_the_client_connects_is_registered_once(
     assert store.wait_connected(60)
     assert registered == [(4096, 64)]
     store.close()
+
+
+@pytest.mark.parametrize(("code", "num_closed"), [(0, 1), (-1, 0)])
+def test_client_that_is_set_up_too_late_is_closed(
+    code: int, num_closed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_connect = threading.Event()
+    closed = []
+
+    class Store:
+        def setup(self, *_: Any, **__: Any) -> int:
+            assert may_connect.wait(60)
+            return code
+
+        def close(self) -> int:
+            closed.append(self)
+            return 0
+
+    monkeypatch.setattr(mooncake_store, "_load_store", lambda: Store)
+    store = MooncakeStore(StoreOptions("127.0.0.1", "127.0.0.1:1", 0))
+    store.close()
+    may_connect.set()
+    store._thread.join(60)
+    assert len(closed) == num_closed
+    assert store.exists(["a"]) == [False]
+
+
+def test_client_is_not_closed_under_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_answer = threading.Event()
+    in_call = threading.Event()
+
+    class Store:
+        def setup(self, *_: Any, **__: Any) -> int:
+            return 0
+
+        def health_check(self) -> int:
+            return 0
+
+        def batch_is_exist(self, keys: list[str]) -> list[int]:
+            in_call.set()
+            assert may_answer.wait(60)
+            return [1]
+
+        def close(self) -> int:
+            raise AssertionError
+
+    monkeypatch.setattr(mooncake_store, "_CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(mooncake_store, "_abandoned", [])
+    monkeypatch.setattr(mooncake_store, "_load_store", lambda: Store)
+    store = MooncakeStore(StoreOptions("127.0.0.1", "127.0.0.1:1", 0))
+    assert store.wait_connected(60)
+    asking = threading.Thread(target=store.exists, args=(["a"],))
+    asking.start()
+    assert in_call.wait(60)
+    store.close()
+    assert len(mooncake_store._abandoned) == 1
+    may_answer.set()
+    asking.join(60)

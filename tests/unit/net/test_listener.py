@@ -10,6 +10,7 @@ import pytest
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.net import listener as listener_module
+from vllm_ascend_pd.net.connection import MAX_FRAME_BYTES
 from vllm_ascend_pd.net.listener import Listener, listen
 from vllm_ascend_pd.net.reactor import Reactor
 
@@ -101,3 +102,25 @@ def test_who_was_silent_longest_makes_room(reactor: Reactor, rests: Rests) -> No
 def test_address_of_another_host_is_told_by_its_option(port: int) -> None:
     with pytest.raises(ConfigError, match=r"^kv_ip 192\.0\.2\.1 is no address of this host; "):
         listen("192.0.2.1", port)
+
+
+def test_what_was_sent_before_the_end_leaves_before_it(reactor: Reactor) -> None:
+    payload = b"x" * MAX_FRAME_BYTES
+    ended = threading.Event()
+
+    def answer(identity: bytes, frame: bytes) -> None:
+        listener.send(identity, payload)
+        reactor.submit(listener.close)
+        reactor.at_end.remove(listener.close)
+        ended.set()
+
+    listening = listen("127.0.0.1", 0)
+    address = listening.getsockname()
+    listener = Listener(reactor, listening, None, answer)
+    reactor.start()
+    with socket.create_connection(address, LIMIT_S) as peer:
+        peer.sendall(FRAME)
+        assert ended.wait(LIMIT_S)
+        with peer.makefile("rb") as told:
+            assert told.read() == bytes(4) + len(payload).to_bytes(4, "big") + payload
+    assert reactor.num_errors == 0

@@ -97,6 +97,20 @@ def test_streams_of_an_engine_that_died_do_not_ask_for_each_other() -> None:
     run(test)
 
 
+def test_who_leaves_as_there_is_room_gives_it_back() -> None:
+    async def test(line: Line) -> None:
+        engine = line.engines[0]
+        await line.wait("a", target=engine)
+        engine.num_admitted -= 1
+        line.admission.look()
+        assert engine.num_admitted == 1
+        line.tasks[0].cancel()
+        await asyncio.wait(line.tasks)
+        assert (engine.num_admitted, line.came) == (0, [])
+
+    run(test)
+
+
 def test_those_who_wait_for_different_engines_come_in_order_of_their_turns() -> None:
     async def test(line: Line) -> None:
         first, second, third = line.engines
