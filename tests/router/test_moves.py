@@ -399,23 +399,32 @@ def test_move_waits_for_room_while_the_stream_goes_on() -> None:
     run(test)
 
 
-def test_source_that_breaks_while_the_move_waits_for_room_is_followed_by_a_third() -> None:
+@pytest.mark.parametrize("fault", ["break(16)", "dead(16)"])
+def test_source_that_breaks_while_the_move_waits_for_room_is_followed_by_a_third(
+    fault: str,
+) -> None:
     async def test() -> None:
         config = replace(PATIENT, queueing=Queueing(max_requests=1))
         async with deployed(1, 3, config, **SLOW) as d:
-            first, second = Client(d, "a"), Client(d, "b")
+            for engine in d.decodes:
+                engine.script(fault)
+            first = Client(d, "a")
             await first.has(1)
+            for engine in d.decodes:
+                engine.script_nothing()
+            second = Client(d, "b")
             await second.has(1)
             busy = [e for e in d.decodes if e.received]
             source, target = sorted(busy, key=lambda e: e.received[0].headers["x-request-id"])
             moving = asyncio.ensure_future(move(d, "a", to=name(target)))
             await until(lambda: any(one.move for one in d.router.moves.running))
-            await source.stop()
             [report] = await moving
             assert report["outcome"] == "broken"
             assert is_whole(await first.rest(), source)
             assert is_whole(await second.rest(), target)
             assert len(target.received) == 1
+            broken = {"instance": name(source), "leg": "decode", "outcome": "broken_stream"}
+            assert d.count("legs_total", **broken) == 1
             assert d.count("resumes_total", kind="exact", outcome="ok") == 1
             await nothing_in_progress(d)
 

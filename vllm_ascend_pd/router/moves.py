@@ -109,7 +109,8 @@ class Answering:
     def broke(self, failure: Failure, leg: Leg) -> Move | None:
         """The engine gives nothing more, and the answer is not complete. The move whose target
         goes on, or may; it is the caller's."""
-        has_handed_over = self.move is not None and failure.kind is FailureKind.STATUS
+        was_asked = self.move is not None and self.move.state is not MoveState.PLANNED
+        has_handed_over = was_asked and failure.kind is FailureKind.STATUS
         if failure.kind is FailureKind.MOVED or has_handed_over:
             leg.outcome = "moved"
         else:
