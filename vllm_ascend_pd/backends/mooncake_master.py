@@ -131,7 +131,7 @@ class EmbeddedMaster:
             process = self._process = self._launch()
             if self._wait_ready(process) or self._stopping.is_set():
                 return
-        self._error = "every port that was tried is in use"
+        self._error = f"{self._program} ended with {process.returncode} at each of five tries"
 
     def _start_again(self, code: int) -> None:
         try:

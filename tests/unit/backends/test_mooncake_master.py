@@ -108,3 +108,9 @@ def test_master_that_cannot_be_started_at_all_is_an_error_at_once(
     with pytest.raises(BackendError, match="not now"):
         EmbeddedMaster()
     assert time.monotonic() - began < 10
+
+
+def test_master_that_ends_at_once_is_told_by_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mooncake_master, "master_program", lambda: "/bin/false")
+    with pytest.raises(BackendError, match="/bin/false ended with 1 at each of five tries"):
+        EmbeddedMaster()
