@@ -374,6 +374,7 @@ def test_states_are_looked_for_behind_what_was_accepted_also_without_any_draft(
         use_full_cuda_graph=False,
         decode_cudagraph_max_bs=8,
         use_recoverssm=False,
+        use_flashinfer_prefill=False,
         recoverssm_num_accepted_tokens=None,
         checkpoint_builder=SimpleNamespace(build=lambda *_: None),
     )
