@@ -95,6 +95,8 @@ class Engine:
     """Why it cannot be asked."""
     version: str = ""
     model: str = ""
+    named: str = ""
+    """``--model``, as it was given."""
     models: frozenset[str] = frozenset()
     """All names that it serves: that one's others, and adapters."""
     is_router: bool = False
@@ -222,6 +224,7 @@ async def ask(web: Web, engine: Engine) -> None:
         engine.models = frozenset(str(model["id"]) for model in models)
         model = models[0]
         engine.model, engine.max_model_len = str(model["id"]), int(model["max_model_len"])
+        engine.named = str(model.get("root") or "")
         engine.generates = await web.has_route(f"{engine.url}/v1/completions")
         page = await web.text(f"{engine.url}/metrics")
         engine.info, engine.is_router = find_info(page, engine.rank), _OF_ROUTERS in page
@@ -359,6 +362,8 @@ class Fitting:
                 rest -= fixes.keys()
             others = dict.fromkeys(sorted(rest), "start both sides with the same options")
             findings.append(self._judge("other properties" + where, others, known))
+            if any("media" in engine.fingerprint for engine in known):
+                findings.append(_images("images" + where, known))
         if not findings:
             return [skipped(self.name, "no two engines of one model say what they are")]
         return findings
@@ -382,6 +387,19 @@ class Fitting:
             return fail(check, "; ".join(wrong), "; ".join(todo))
         found = ", ".join(f"{key} {value}" for key, value in same.items())
         return ok(check, found or "there are none", **same)
+
+
+def _images(check: str, known: Sequence[Engine]) -> Finding:
+    """vLLM's hash of an image, with which its blocks are found, holds the name of the model."""
+    names = {str(engine): engine.named for engine in known}
+    if len(set(names.values())) == 1:
+        return ok(check, f"all engines were started with --model {known[0].named}")
+    return warn(
+        check,
+        "; ".join(f"{engine} was started with --model {name}" for engine, name in names.items())
+        + ": engines that call it otherwise compute prompts from the first image on themselves",
+        "give all engines the same --model, letter by letter",
+    )
 
 
 def _alike(key: str, known: Sequence[Engine]) -> Sequence[Engine]:

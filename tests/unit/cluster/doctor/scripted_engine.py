@@ -38,6 +38,7 @@ class ScriptedEngine:
         self.provenance: dict[str, Any] | None = PROVENANCE
         self.text = "abcd"
         self.model = "tiny"
+        self.named = "models/tiny"
         self.more_models: list[str] = []
         self.max_model_len = 4096
         self.generates = True
@@ -85,7 +86,8 @@ class ScriptedEngine:
     async def _models(self, request: web.Request) -> web.Response:
         self._check_key(request)
         names = (self.model, *self.more_models)
-        entries = [{"id": name, "max_model_len": self.max_model_len} for name in names]
+        told = {"root": self.named, "max_model_len": self.max_model_len}
+        entries = [{"id": name, **told} for name in names]
         return web.json_response({"data": entries})
 
     async def _tokenize(self, request: web.Request) -> web.Response:

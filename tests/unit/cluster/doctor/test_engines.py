@@ -167,6 +167,26 @@ def test_a_router_may_have_engines_of_two_models(check: MakeCheck) -> None:
     assert {finding.verdict for finding in findings} == {Verdict.OK}
 
 
+@pytest.mark.parametrize(
+    ("media", "named", "verdicts"),
+    [
+        ("", "mnt/tiny", []),
+        (" media=cc", "models/tiny", [Verdict.OK]),
+        (" media=cc", "mnt/tiny", [Verdict.WARN]),
+    ],
+)
+def test_models_that_take_images_need_one_name(
+    media: str, named: str, verdicts: list[Verdict]
+) -> None:
+    """It is in vLLM's hashes of images: engines of one fingerprint take no KV of such prompts."""
+    told = FINGERPRINT + media
+    consumer = ScriptedEngine("kv_consumer", fingerprint=told, named=named)
+    findings = run(fitting, ScriptedEngine(fingerprint=told), consumer)
+    assert [f.verdict for f in findings if f.check == "images"] == verdicts
+    if verdicts == [Verdict.WARN]:
+        assert "was started with --model mnt/tiny" in findings[-1].found
+
+
 def test_each_model_needs_engines_of_both_roles() -> None:
     [finding] = failed(of_two_models(reachable, ScriptedEngine("kv_consumer")))
     assert finding.found == "no decode engine serves large"
