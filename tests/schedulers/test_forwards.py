@@ -849,13 +849,14 @@ def test_request_of_the_targets_own_is_not_taken_for_a_guest(
     engines: Engines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = Pair(engines, tmp_path)
-    pair.target.add("own", prompt_of(40, 500), max_tokens=NUM_OUTPUT, temperature=0.0)
+    num_output = 600  # of both, which have not ended when the message comes
+    pair.target.add("own", prompt_of(40, 500), max_tokens=num_output, temperature=0.0)
     monkeypatch.setattr(forwards_out.secrets, "token_hex", lambda num_bytes: "own")
-    pair.begin()
+    pair.begin(num_output=num_output)
     assert pair.run() == {"bad_params": 1}
-    pair.expect_whole()
+    pair.expect_whole(num_output)
     pair.target.run_to_end()
-    pair.target.expect_tokens("own", NUM_OUTPUT)
+    pair.target.expect_tokens("own", num_output)
 
 
 def test_request_that_fits_in_no_message_stays(
