@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
 
 from tests.integration.architectures import make_model
 from vllm_ascend_pd.config import Role
@@ -31,6 +32,12 @@ def ascend(**options: Any) -> dict[str, Any]:
 
 def scheduler(**options: Any) -> dict[str, Any]:
     return ascend(scheduler_config=options)
+
+
+@pytest.fixture(autouse=True)
+def no_process_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM looks at a model's class in a process of its own, which takes ten seconds to start."""
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
 
 
 @pytest.fixture(scope="module")
