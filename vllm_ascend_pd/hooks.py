@@ -13,6 +13,7 @@ the package is not installed.
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
@@ -133,7 +134,20 @@ current_step: StepHooks | None = None
 worker: WorkerHooks | None = None
 """Of this process. Written by the worker's main thread."""
 
+_of_parents: list[WorkerHooks | None] = []
+"""Of processes that this one was forked from: kept, as what they hold is not this one's to end."""
+
 _IDLE: AbstractContextManager[object] = nullcontext()
+
+
+def _begin_in_fork() -> None:
+    """Neither its threads nor its engine are here."""
+    global worker, current_step
+    _of_parents.append(worker)
+    worker = current_step = None
+
+
+os.register_at_fork(after_in_child=_begin_in_fork)
 
 
 def in_engine(kv_transfer_config: Any) -> bool:

@@ -38,6 +38,28 @@ def test_nothing_is_active_before_a_worker_is_installed() -> None:
     assert hooks.current_step is None
 
 
+def test_a_fork_of_an_engine_in_process_has_no_worker_and_ends_none() -> None:
+    code = """if True:
+        import os
+        from types import SimpleNamespace
+        from vllm_ascend_pd import hooks
+
+        def say(what):
+            print(what, os.getpid() == parent, flush=True)
+
+        parent = os.getpid()
+        hooks.worker = SimpleNamespace(shutdown=lambda: say("ends"))
+        if os.fork():
+            os.wait()
+        say(hooks.active())
+        hooks.shutdown_worker()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.split("\n") == ["False False", "True True", "ends True", ""]
+
+
 @pytest.mark.parametrize(("loads", "dropped"), [(True, 1), (True, 2), (True, 3), (False, 1)])
 def test_what_dropped_samples_drew_is_taken_back(
     monkeypatch: pytest.MonkeyPatch, loads: bool, dropped: int
