@@ -385,6 +385,8 @@ class FileTier(Tier):
             self._disk.do(lambda _: self._remove(gone), _PUT_WAITS_S)
 
     def _remove(self, gone: list[Gone]) -> None:
+        with self._lock:  # a file that was put in its place meanwhile stays
+            gone = [x for x in gone if x[0] not in self.room or self.room.tenant(x[0]) != x[2]]
         try:
             with self._disk.call():
                 self._delete(gone)

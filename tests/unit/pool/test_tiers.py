@@ -599,6 +599,24 @@ def test_value_that_is_put_again_while_its_old_file_is_read_stays(
     assert get(files, 1) == [Status.OK]
 
 
+def test_value_that_is_put_again_while_its_old_file_goes_stays(
+    files: FileTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(files, 1, 2)
+    disk_do = files._disk.do
+
+    def do(*order: Any) -> bool:
+        """Another thread was quicker."""
+        monkeypatch.undo()
+        assert put(files, 1) == [Status.OK]
+        return disk_do(*order)
+
+    monkeypatch.setattr(files._disk, "do", do)
+    files.remove([key_of(1), key_of(2)])
+    assert get(files, 1, 2) == [Status.OK, Status.MISSING]
+    assert len(list(files.folder.glob("pd2/*/*/*"))) == len(files.room) == 1
+
+
 def test_half_written_file_is_no_value(files: FileTier, tmp_path: Path) -> None:
     files.close()
     (tmp_path / ".pd-value-3").write_bytes(b"half")
