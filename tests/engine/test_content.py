@@ -176,6 +176,26 @@ def test_a_request_that_asks_for_a_reload_gets_one_and_not_in_every_step(
     assert len(executor.loads) == 1
 
 
+def test_what_the_workers_load_while_a_request_is_hashed_counts(
+    content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lora = adapter(tmp_path / "a", b"old")
+    read_adapter = content._read_adapter
+
+    def read(lora: LoRARequest) -> str | None:
+        monkeypatch.undo()
+        old = read_adapter(lora)
+        adapter(tmp_path / "a", b"newer")
+        content.note_loaded(lora)  # the scheduler's thread
+        return old
+
+    monkeypatch.setattr(content, "_read_adapter", read)
+    during = make(content.hash_blocks, lora_request=lora)
+    other = adapter(tmp_path / "b", b"newer", 2)
+    assert content.is_current(during)
+    assert content.adapter_digest(lora) == content.adapter_digest(other)
+
+
 def test_an_adapter_that_nobody_here_can_read_is_like_no_other(tmp_path: Path) -> None:
     lora = LoRARequest("name", 1, str(tmp_path / "gone"))
     (tmp_path / "gone").mkdir()

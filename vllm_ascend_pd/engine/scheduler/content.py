@@ -93,7 +93,9 @@ class Content:
 
     def _adapter(self, lora: LoRARequest) -> str:
         if (known := self._adapters.get(lora.lora_int_id)) is None:
-            known = self._adapters[lora.lora_int_id] = self._read_adapter(lora) or _like_no_other()
+            content = self._read_adapter(lora) or _like_no_other()
+            # What the workers have loaded while it was read, in another thread, is newer.
+            known = self._adapters.setdefault(lora.lora_int_id, content)
         return known
 
     def note_loaded(self, lora: LoRARequest) -> bool:
