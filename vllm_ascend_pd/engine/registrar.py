@@ -41,7 +41,8 @@ _START_PROBE_S = 0.5
 _TURN_S = 0.25
 _DEFAULT_HTTP_PORT = "8000"
 _EVERYWHERE = ("", "0.0.0.0", "::")
-_UNREACHABLE = (OSError, http.client.HTTPException)
+_UNREACHABLE = (OSError, http.client.HTTPException, ValueError)
+"""The last one: sent on to what is no URL."""
 
 
 class RegistrarState(Enum):

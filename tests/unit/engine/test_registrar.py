@@ -34,6 +34,7 @@ class Web:
         self.requests: list[tuple[str, str, dict[str, Any], str | None]] = []
         self.answers: list[tuple[int, bytes]] = []
         self.front_end_is_up = True
+        self.sends_on_to = ""
         web = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
@@ -56,7 +57,8 @@ class Web:
                 web.requests.append((self.command, self.path, body, token))
 
             def _answer(self, status: int, body: bytes) -> None:
-                self.send_response(status)
+                self.send_response(302 if web.sends_on_to else status)
+                self.send_header("Location", web.sends_on_to)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -278,6 +280,14 @@ def test_router_that_breaks_off_why_it_refuses_is_asked_again(
     until(lambda: engine.registrar.state is RegistrarState.READY)
     assert engine.changes == [RegistrarState.REFUSED, RegistrarState.READY]
     engine.registrar.stop()
+
+
+def test_what_is_in_front_of_a_router_may_send_on_to_no_url(web: Web, engine: Engine) -> None:
+    until(lambda: engine.registrar.state is RegistrarState.READY)
+    web.sends_on_to = "http://["
+    until(lambda: engine.registrar.state is RegistrarState.LOST)
+    web.sends_on_to = ""
+    until(lambda: engine.registrar.state is RegistrarState.READY)
 
 
 def test_finds_a_router_that_comes_back(web: Web, caplog: pytest.LogCaptureFixture) -> None:
