@@ -268,8 +268,8 @@ class MooncakeStore:
         """Own thread: until it is connected or closed."""
         num_failed = 0
         while True:
-            store = self._make()
             try:
+                store = self._make()
                 code = self._set_up(store)
                 if not code:
                     self._find_own_memory(store)

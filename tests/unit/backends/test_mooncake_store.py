@@ -22,6 +22,10 @@ def test_client_whose_setup_raises_is_set_up_again(
     failures = [RuntimeError("not now"), RuntimeError("not now")]
 
     class Store:
+        def __init__(self) -> None:
+            if len(failures) > 1:
+                raise failures.pop()
+
         def setup(self, *_: Any, **__: Any) -> int:
             if failures:
                 raise failures.pop()
