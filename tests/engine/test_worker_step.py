@@ -653,3 +653,14 @@ def test_cancelled_parked_load_is_reported_once(side: Side) -> None:
     assert report is not None
     assert [result.cause for result in report.results] == [Cause.CANCELLED.value]
     assert side.step() is None
+
+
+def test_what_a_thread_that_does_not_end_writes_to_stays(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(side.server, "join", lambda timeout: None)
+        patch.setattr(side.server, "submit", lambda command: None)
+        side.worker.shutdown()
+    side.engine.register(1 << 20, 1)  # it is open
+    side.engine.unregister(1 << 20)

@@ -359,5 +359,8 @@ class WorkerSide:
             pool.close()
         if self.pool is not None:
             self.pool.close()
-        self.transports.close()
+        if any(thread.is_alive() for thread in self._reactors):
+            logger.warning("a thread of transfers does not end: peers' memory stays mapped for it")
+        else:
+            self.transports.close()
         logger.info("in-engine transfers stopped")
