@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from tests.clock import Clock
-from tests.router.broken_streams import ANY, PATIENT, resumes, text, told_ids
+from tests.router.broken_streams import ANY, PATIENT, Fingerprints, resumes, text, told_ids
 from tests.router.harness import Deployment, deployed, nothing_in_progress, run, until
 from tests.router.moving import (
     NUM_TOKENS,
@@ -395,6 +395,34 @@ def test_move_waits_for_room_while_the_stream_goes_on() -> None:
             assert second.task.done()
             source = next(e for e in d.decodes if e is not target)
             assert is_whole(await first.rest(), source)
+
+    run(test)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}])
+def test_engine_of_other_weights_that_comes_while_a_move_waits_for_room_is_no_target(
+    sampling: dict[str, Any],
+) -> None:
+    async def test() -> None:
+        config = replace(ANY, queueing=Queueing(max_requests=1))
+        async with deployed(0, 3, config, **SLOW) as d:
+            await Fingerprints(d, "weights=a", "weights=a", "weights=b").registered()
+            registry, late = d.router.registry, d.decodes[2]
+            spec = registry.get(name(late)).spec
+            registry.remove(name(late), "it is started later")
+            first, second = Client(d, "a", **sampling), Client(d, "b")
+            await first.has(1)
+            await second.has(1)
+            moving = asyncio.ensure_future(move(d, "a"))
+            await until(lambda: any(one.move for one in d.router.moves.running))
+            registry.put(spec)
+            [report] = await moving
+            assert (report["outcome"], report["cause"]) == ("stayed", "incompatible")
+            source = next(e for e in d.decodes if e.received[0].headers["x-request-id"] == "a")
+            assert is_whole(await first.rest(), source)
+            await second.task
+            assert not late.received
+            await nothing_in_progress(d)
 
     run(test)
 

@@ -260,6 +260,29 @@ def test_stream_ends_if_all_others_compute_something_else() -> None:
     run(test)
 
 
+def test_engine_of_other_weights_that_comes_while_a_stream_waits_for_room_is_not_asked() -> None:
+    async def test() -> None:
+        config = replace(PATIENT, queueing=Queueing(max_requests=1), policy="least-loaded")
+        async with deployed(0, 3, config, token_s=0.02) as d:
+            await Fingerprints(d, "weights=a", "weights=a", "weights=b").registered()
+            registry, late = d.router.registry, d.decodes[2]
+            spec = next(i.spec for i in registry if i.spec.url == late.url)
+            registry.remove(spec.instance_id, "it is started later")
+            other = asyncio.ensure_future(d.post(**{**GREEDY, "max_tokens": 40}))
+            await until(lambda: any(e.num_in_progress for e in d.decodes))
+            next(e for e in d.decodes if not e.num_in_progress).script("break(2)")
+            breaking = asyncio.ensure_future(d.post(**GREEDY))
+            await until(lambda: d.router.metrics.num_queued() == 1)
+            registry.put(spec)
+            got = events((await breaking)[2])
+            assert (await other)[0] == 200
+            assert not late.received
+            (resumed,) = resumes(d)
+            assert text(got) == text(uninterrupted(resumed))
+
+    run(test)
+
+
 def made_by_series(part: str, value: str, adapter: str = "", engine: int = 0) -> str:
     labels = f'adapter="{adapter}",engine="{engine}",part="{part}",value="{value}"'
     return f"vllm:pd_tokens_made_by{{{labels}}} 1.0\n"

@@ -399,8 +399,9 @@ class Moves:
         admitted = await self.admission.admit(routed, again=True)
         if isinstance(admitted, Admitted):
             move.held.enter_context(admitted)
-            move.target = admitted.pair.decode
-            return move.target
+            target = move.target = admitted.pair.decode
+            # It may have come, or told what it is, while the request was in line.
+            return target if are_partners(source, target) else "incompatible"
         asked = self.registry if move.target is None else (move.target,)
         there = {one for one in asked if one is not source and _answers(one, routed.model)}
         return "incompatible" if there and there <= others else "unavailable"

@@ -241,9 +241,15 @@ class Resumption:
         """Its stream; ``held`` ends the leg. Or why there is none."""
         routed, trace = job.routed, job.trace
         others = self._others(job, broken)
-        routed.alone, routed.excluded = "resumed", broken.failed | others.keys()
-        with trace.stage("queue"):
-            admitted = await self.admission.admit(routed, again=True)
+        while True:
+            routed.alone, routed.excluded = "resumed", broken.failed | others.keys()
+            with trace.stage("queue"):
+                admitted = await self.admission.admit(routed, again=True)
+            others = self._others(job, broken)  # more may have come, or told what they are
+            if not (isinstance(admitted, Admitted) and admitted.pair.decode in others):
+                break
+            with admitted:
+                pass
         if not isinstance(admitted, Admitted):
             for one, differing in others.items():
                 logger.warning(
