@@ -169,6 +169,15 @@ def made_by(fingerprint: str, /, **others: str) -> str:
     return " ".join(f"{name}={value}" for name, value in parts.items())
 
 
+def completed(begun: str, now: str) -> str:
+    """What has made an answer: what its engine had told when it began, and what that one tells now
+    of the rest. An adapter is known once its files have been read."""
+    known = _parts(begun)
+    told = {*known, *(_MODEL_PARTS if any(name in known for name in _MODEL_PARTS) else ())}
+    more = {name: value for name, value in _parts(now).items() if name not in told}
+    return " ".join(f"{name}={value}" for name, value in {**known, **more}.items())
+
+
 def other_parts(theirs: str, ours: str, num_tokens: int = 0) -> list[str]:
     """Names of the parts in which these two differ, so that one may go on otherwise than the other
     began. Not compared are the model's parts if one has none of them, others that one has not, and

@@ -28,6 +28,7 @@ from tests.router.harness import FAST, deployed, events, run, until
 from tests.router.scripted_answers import COMMENT, commented_events, token_id
 from tests.router.scripted_engine import Received
 from vllm_ascend_pd.resume import Resume, ResumeKey
+from vllm_ascend_pd.router.answers import EventStream
 from vllm_ascend_pd.router.config import Queueing, Retries, RouterConfig
 from vllm_ascend_pd.router.health import parse_makers
 from vllm_ascend_pd.router.instances import TokensMadeBy
@@ -278,6 +279,64 @@ def test_engine_of_other_weights_that_comes_while_a_stream_waits_for_room_is_not
             assert (await other)[0] == 200
             assert not late.received
             (resumed,) = resumes(d)
+            assert text(got) == text(uninterrupted(resumed))
+
+    run(test)
+
+
+def test_what_an_engine_tells_once_it_has_begun_counts_as_well() -> None:
+    """As of an adapter whose files it has read for this stream."""
+
+    async def test() -> None:
+        async with deployed(0, 3, PATIENT, token_s=0.02) as d:
+            await Fingerprints(d, "weights=a", "weights=a", "weights=a").registered()
+            registry, (first, *others) = d.router.registry, d.decodes
+            specs = {i.spec.url: i.spec for i in registry}
+            for engine, digest in zip(others, ("d2", "d1"), strict=True):
+                registry.put(msgspec.structs.replace(specs[engine.url], adapters={"tiny": digest}))
+            first.script("break(20)")
+            asking = asyncio.ensure_future(d.post(**{**GREEDY, "max_tokens": 30}))
+            await until(lambda: any(one.response for one in d.router.moves.running))
+            registry.put(msgspec.structs.replace(specs[first.url], adapters={"tiny": "d1"}))
+            assert (await asking)[0] == 200
+            (resumed,) = resumes(d)
+            assert resumed in others[1].received
+            assert resumed.params["resume"]["made_by"] == "weights=a adapter=d1"
+
+    run(test)
+
+
+def test_stream_goes_on_as_it_began_though_its_engine_is_another_one_by_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its client reads so slowly that an engine with other weights is up at the same URL before it
+    has all that the first one sent."""
+
+    async def test() -> None:
+        reads, write = asyncio.Event(), EventStream.write
+
+        async def written(events: EventStream, data: bytes) -> None:
+            await reads.wait()
+            await write(events, data)
+
+        monkeypatch.setattr(EventStream, "write", written)
+        async with deployed(0, 3, PATIENT) as d:
+            told = Fingerprints(d, "weights=a", "weights=b", "weights=a")
+            await told.in_metrics()
+            first = d.decodes[0]
+            first.script("break(2)")
+            asking = asyncio.ensure_future(d.post(**GREEDY))
+            await until(lambda: len(first.received) == 1 and not first.num_in_progress)
+            await first.stop()
+            await first.start()
+            first.metrics = first.metrics.replace("weights=a", "weights=b")
+            (instance,) = (i for i in d.router.registry if i.spec.url == first.url)
+            await until(lambda: instance.fingerprint == "weights=b")
+            reads.set()
+            got = events((await asking)[2])
+            (resumed,) = resumes(d)
+            assert resumed in d.decodes[2].received
+            assert resumed.params["resume"]["made_by"] == "weights=a"
             assert text(got) == text(uninterrupted(resumed))
 
     run(test)

@@ -14,6 +14,7 @@ from vllm_ascend_pd.resume import (
     Resume,
     ResumeKey,
     RunningAt,
+    completed,
     made_by,
     other_parts,
     prompt_digest,
@@ -165,3 +166,19 @@ def test_what_is_known_of_one_engine_only_is_not_compared(part: str) -> None:
     assert other_parts(known, other) == [part]
     assert other_parts(known, known) == []
     assert other_parts(known, made_by(_ENGINE)) == other_parts(made_by(_ENGINE), known) == []
+
+
+@pytest.mark.parametrize(
+    ("begun", "now", "expected"),
+    [
+        ("weights=a", "weights=b generation=c adapter=d", "weights=a adapter=d"),
+        ("weights=a adapter=d", "weights=a adapter=e grammars=g", "weights=a adapter=d grammars=g"),
+        ("adapter=d", "weights=a", "adapter=d weights=a"),
+        ("weights=a", "", "weights=a"),
+        ("", "weights=a", "weights=a"),
+    ],
+)
+def test_of_what_made_an_answer_what_was_told_first_counts(
+    begun: str, now: str, expected: str
+) -> None:
+    assert completed(begun, now) == expected

@@ -38,10 +38,10 @@ class Handover:
     """Tokens that the target begins with, and has not computed."""
 
     @classmethod
-    def by_tokens(cls, key: ResumeKey, job: Job, known: Transcript, source: Instance) -> Handover:
+    def by_tokens(cls, key: ResumeKey, job: Job, known: Transcript, made_by: str) -> Handover:
         """The target is told them, and by what they were made, and computes their KV if it does not
         find it."""
-        kind, made_by = job.promise.kind, source.made_by(job.routed.model)
+        kind = job.promise.kind
         params = resume_params(key, job.trace.request_id, known, kind, made_by=made_by)
         return cls(params, len(tokens_to_tell(known, kind)))
 

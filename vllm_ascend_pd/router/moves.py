@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.operating import MoveReport
-from vllm_ascend_pd.resume import HAS_MOVED
+from vllm_ascend_pd.resume import HAS_MOVED, completed
 from vllm_ascend_pd.router.admission import Admitted
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.failures import Failure, FailureKind
@@ -60,6 +60,8 @@ class Answering:
     response: Response | None = None
     """Of its stream, from the first token on."""
     transcript: Transcript | None = None
+    told: str = ""
+    """What makes its tokens, as far as its engine had told when they began."""
     move: Move | None = None
     """Under way."""
     since: float = field(default_factory=time.monotonic)
@@ -97,6 +99,14 @@ class Answering:
     def begin(self, response: Response, transcript: Transcript | None) -> None:
         """Its stream; ``transcript`` grows with what the client gets."""
         self.response, self.transcript = response, transcript
+        if transcript is not None:
+            self.told = self.instance.made_by(self.job.routed.model)
+
+    @property
+    def made_by(self) -> str:
+        """What has made its tokens, see ``resume.made_by``. By now another engine may be there, or
+        other weights."""
+        return completed(self.told, self.instance.made_by(self.job.routed.model))
 
     def obstacle(self) -> str | None:
         """Why it cannot move, or cannot move now."""
@@ -331,7 +341,7 @@ class Moves:
         if job.promise.kind == "sampled":  # the target's next tokens would be others
             _cut(source)
             await move.source_over.wait()
-        handover = Handover.by_tokens(self.key, job, source.transcript.so_far(), source.instance)
+        handover = Handover.by_tokens(self.key, job, source.transcript.so_far(), source.made_by)
         return await self._open(move, instance, handover)
 
     async def _open(self, move: Move, instance: Instance, handover: Handover) -> Found | str:

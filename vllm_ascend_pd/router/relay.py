@@ -385,9 +385,8 @@ class Relay:
         if failure is None:
             leg.outcome = "ok"
             return None
-        made_by = leg.instance.made_by(answering.job.routed.model)
         move = answering.broke(failure, leg)
-        return Broken(events, leg.instance, failure, record, made_by, move)
+        return Broken(events, leg.instance, failure, record, answering.made_by, move)
 
 
 def _give_up(trace: Trace, failed: LegFailed) -> web.Response:
