@@ -342,6 +342,34 @@ def test_stream_goes_on_as_it_began_though_its_engine_is_another_one_by_then(
     run(test)
 
 
+def test_stream_of_an_engine_that_is_back_with_other_weights_goes_on_with_these() -> None:
+    """Also if it began before the engine told of them."""
+
+    async def test() -> None:
+        async with deployed(0, 3, PATIENT, token_s=0.02) as d:
+            await Fingerprints(d, "weights=a", "weights=b", "weights=a").in_metrics()
+            first, second, _ = d.decodes
+            (instance,) = (i for i in d.router.registry if i.spec.url == first.url)
+            await first.stop()
+            await until(lambda: not instance.is_available)
+            await first.start()
+            first.metrics_hang = True
+            first.metrics = first.metrics.replace("weights=a", "weights=b")
+            await until(lambda: instance.is_available)
+            first.script("break(60)")
+            asking = asyncio.ensure_future(d.post(**{**GREEDY, "max_tokens": 80}))
+            await until(lambda: bool(first.received))
+            first.metrics_hang = False
+            await until(lambda: instance.fingerprint == "weights=b")
+            got = events((await asking)[2])
+            (resumed,) = resumes(d)
+            assert resumed in second.received
+            assert resumed.params["resume"]["made_by"] == "weights=b"
+            assert text(got) == text(uninterrupted(resumed))
+
+    run(test)
+
+
 def made_by_series(part: str, value: str, adapter: str = "", engine: int = 0) -> str:
     labels = f'adapter="{adapter}",engine="{engine}",part="{part}",value="{value}"'
     return f"vllm:pd_tokens_made_by{{{labels}}} 1.0\n"

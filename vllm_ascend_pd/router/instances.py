@@ -273,8 +273,10 @@ class Instance:
             logger.warning("%s: %s", self.instance_id, text)
 
     def was_away(self) -> None:
-        """It may come back as another engine."""
+        """It may come back as another engine, and with other weights."""
         self._doubts.clear()
+        if not self.breaker.closed:
+            self.fingerprint, self.tokens_made_by = None, TokensMadeBy()
 
     def failed(self, failure: Failure, what: str) -> None:
         """A leg or a probe failed. Where the request may be to blame, who sent it says so when it
