@@ -305,9 +305,9 @@ class Reconciler:
         await self._drain(old, "to be replaced")
 
     async def _drain(self, one: InstanceStatus, why: str) -> None:
+        self._leaving[one.instance_id] = self.clock()  # also where it is done and nobody hears so
         await self.router.drain(one.instance_id, DrainOrder(seconds=None))
         self.say(f"{one.instance_id} is drained, {why}")
-        self._leaving[one.instance_id] = self.clock()
 
     async def _end(self, name: str) -> None:
         if name not in self._ending:

@@ -264,6 +264,33 @@ def test_a_new_generation_takes_the_place_of_every_engine_one_after_another(room
     assert {one.name for one in world.status.engines} == {"engine-3", "engine-4", "engine-5"}
 
 
+@pytest.mark.parametrize("error", [RouterAway("no answer"), ConfigError("500: no answer")])
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_drain_whose_answer_is_lost_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, is_done: bool, error: ConfigError
+) -> None:
+    world = World("1:1", 3, a=3)
+    world.until_settled()
+    before = {one.name for one in world.status.engines}
+    drain, num_lost = world.router.drain, 0
+
+    async def lost(instance_id: str, order: DrainOrder) -> None:
+        nonlocal num_lost
+        if is_done or num_lost:
+            await drain(instance_id, order)
+        num_lost += 1
+        if num_lost == 1:
+            raise error
+
+    monkeypatch.setattr(world.router, "drain", lost)
+    world.renew()
+    while before & {one.name for one in world.status.engines}:
+        world.step()
+        assert world.now < 200, world.lines
+    assert world.until_settled().total == 3
+    assert not world.router.draining & world.fleet.members.keys()
+
+
 def test_an_old_generation_goes_only_while_as_many_serve_as_before() -> None:
     world = World("1:1", 4, a=3)  # one more waits for room, with it and without
     world.until_settled()
