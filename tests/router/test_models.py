@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
 import pytest
 
-from tests.router.harness import Deployment, deployed, run, until
+from tests.router.harness import FAST, Deployment, deployed, run, until
+from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd.router import health
+from vllm_ascend_pd.router.config import Queueing
+from vllm_ascend_pd.router.instances import InstanceSpec
 from vllm_ascend_pd.router.models import MAX_NAME, MAX_PARTS
 
 PASSED = ("/v1/embeddings", "/v1/messages/count_tokens", "/v1/what/ever")
@@ -39,6 +44,36 @@ def test_json_goes_to_its_model(path: str, model: str, index: int) -> None:
                 async with d.http.post(d.url + path, json={"model": model}) as response:
                     assert response.status == 200
             assert served(d)[index] == 4
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+def test_request_without_a_model_gets_no_other_one_that_comes_while_it_is_in_line(
+    path: str,
+) -> None:
+    async def test() -> None:
+        config = replace(FAST, queueing=Queueing(max_requests=1))
+        async with deployed(0, 1, config, token_s=0.05) as d:
+            first = asyncio.ensure_future(d.post(max_tokens=10))
+            await until(lambda: d.decodes[0].num_in_progress == 1)
+            waiting = asyncio.ensure_future(d.post(path, model=None))
+            await until(lambda: d.router.metrics.num_queued() == 1)
+            other = ScriptedEngine("other", models=("large",))
+            await other.start()
+            d.router.registry.put(
+                InstanceSpec(
+                    url=other.url,
+                    role="decode",
+                    models=other.models,
+                    instance_id="other",
+                    source="registered",
+                )
+            )
+            assert (await waiting)[0] == 200
+            assert (await first)[0] == 200
+            assert not other.received
+            await other.stop()
 
     run(test)
 
@@ -135,6 +170,18 @@ def test_request_without_a_model_needs_one_that_all_serve(path: str) -> None:
                     error = (await response.json())["error"]
                 assert error["param"] == "model"
                 assert "large, large-adapter, tiny" in error["message"]
+
+    run(test)
+
+
+def test_request_without_a_model_has_a_prefill_leg_where_engines_call_theirs_otherwise() -> None:
+    async def test() -> None:
+        async with deployed(1, 1) as d:
+            d.prefills[0].models = ("/mnt/tiny",)
+            (instance,) = d.router.registry.prefills
+            await until(lambda: "/mnt/tiny" in instance.models, "models read again")
+            assert (await d.post(model=None))[0] == 200
+            assert len(d.prefills[0].received) == len(d.decodes[0].received) == 1
 
     run(test)
 

@@ -20,7 +20,7 @@ from vllm_ascend_pd.router.incoming import (
     read_body,
     session_of,
 )
-from vllm_ascend_pd.router.models import check_model
+from vllm_ascend_pd.router.models import model_meant
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.prefilled import NumTokens
 from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
@@ -98,14 +98,14 @@ class Generation:
         parse(CHAT, batch.body(0))  # what is wrong with those fields is told before any is sent
 
     async def _one(self, trace: Trace, body: Body) -> web.StreamResponse:
-        check_model(body.model, self.selector.registry.decodes)
+        model = model_meant(body.model, self.selector.registry)
         check_response(body.previous_response, trace.tenant)
         key = self.config.session_key
         routed = Routed(
             self.lengths.estimate(body.model, body.prompt),
             body.num_max_tokens,
             session_of(trace.request, key) or (body.string(key) if key else None),
-            model=body.model,
+            model=model,
             previous_response=body.previous_response,
             alone=body.decode_only,
             tenant=trace.tenant,
@@ -154,7 +154,7 @@ class Generation:
             plan.saw(trace.started, routed.num_prompt_tokens, trace.num_answer_tokens)
 
     async def _find_token_ids(self, body: Body, routed: Routed, headers: LegHeaders) -> None:
-        instance = self.selector.to_ask(body.model)
+        instance = self.selector.to_ask(routed.model)
         is_of_adapter = (
             not isinstance(instance, Unavailable) and body.model in instance.adapter_names
         )

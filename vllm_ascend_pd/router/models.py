@@ -13,11 +13,9 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from vllm_ascend_pd.router.bodies import ENGINE_PARAMS, XARGS, BadRequest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from python_multipart.multipart import MultipartCallbacks
 
-    from vllm_ascend_pd.router.instances import Instance
+    from vllm_ascend_pd.router.instances import Registry
 
 # It warns of what a client has sent wrong; the client is told, and the access log has its 400.
 logging.getLogger("python_multipart").setLevel(logging.ERROR)
@@ -32,17 +30,21 @@ _FORBIDDEN = [word.encode() for word in (*ENGINE_PARAMS, "\\u")]
 """The last may begin one of the others, written otherwise."""
 
 
-def check_model(model: str | None, instances: Iterable[Instance]) -> None:
-    """``BadRequest`` if a request names none and the engines do not all serve the same one, or if
-    no model can have that name."""
+def model_meant(model: str | None, registry: Registry) -> str | None:
+    """By a request that names this one: if it names none, the one that all engines serve, for it
+    may wait until there are others. ``BadRequest`` if all that answer have none in common, or if no
+    model can have that name."""
     if model is not None and len(model) > MAX_NAME:
         raise BadRequest(f"'model' is longer than {MAX_NAME} characters", "model")
-    if model is not None:
-        return
-    served = [set(one.models) for one in instances if one.models]
-    if served and not set.intersection(*served):
-        names = ", ".join(sorted(set.union(*served)))
+    served = [one.models for one in registry.decodes if one.models] if model is None else []
+    if not served:
+        return model
+    common = set(served[0]).intersection(*served)
+    if not common:
+        names = ", ".join(sorted(set().union(*served)))
         raise BadRequest(f"'model' is missing, and there are several: {names}", "model")
+    common.intersection_update(*(one.models for one in registry.prefills if one.models))
+    return next((name for name in served[0] if name in common), None)
 
 
 def model_of_form(raw: bytes, content_type: str) -> str | None:

@@ -20,7 +20,7 @@ from vllm_ascend_pd.router.failures import Failure
 from vllm_ascend_pd.router.front import TARGET
 from vllm_ascend_pd.router.incoming import read_body, session_of
 from vllm_ascend_pd.router.legs import Answer, LegFailed, Legs
-from vllm_ascend_pd.router.models import check_model, model_of_form
+from vllm_ascend_pd.router.models import model_meant, model_of_form
 from vllm_ascend_pd.router.policies.base import Routed
 from vllm_ascend_pd.router.selection import Unavailable
 from vllm_ascend_pd.router.stored import response_of
@@ -109,7 +109,7 @@ class Passthrough:
             if self.tenants is not None and trace.tenant is not None and request.path in CACHED:
                 raw = self.tenants.salted(raw, trace.tenant)
         if raw:
-            check_model(model, self.selector.registry.decodes)
+            model = model_meant(model, self.selector.registry)
         response = response_of(request.path)
         check_response(response, trace.tenant)
         routed = Routed(
