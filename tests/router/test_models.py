@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from tests.router.harness import FAST, Deployment, deployed, run, until
@@ -195,6 +196,29 @@ def test_name_that_no_model_can_have_is_neither_kept_nor_sent_on(path: str) -> N
             assert (status, error["param"], len(error["message"]) < 100) == (400, "model", True)
             assert not d.decodes[0].received
             assert not d.router.metrics.snapshot().timelines
+
+    run(test)
+
+
+def test_adapter_is_known_though_its_engine_tells_something_else_of_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As it does when it has read the files of one, or made its first grammar."""
+
+    async def test() -> None:
+        async with deployed(0, 2) as d:
+            await two_models(d)
+            registry = d.router.registry
+            (instance,) = (i for i in registry if "large" in i.models)
+            monkeypatch.setattr(health, "MODELS_EVERY", 1_000_000)
+            told = msgspec.structs.replace(instance.spec, models=("large",))
+            registry.put(told)
+            assert instance.models == ("large",)
+            instance.models = ("large", "large-adapter")
+            registry.put(msgspec.structs.replace(told, adapters={"large-adapter": "d"}))
+            for _ in range(4):
+                assert (await d.post(model="large-adapter"))[0] == 200
+            assert served(d) == [0, 4]
 
     run(test)
 

@@ -450,7 +450,8 @@ class Registry:
         before, instance.spec = instance.spec, spec
         if before.state != spec.state:
             logger.info("%s is %s", spec.instance_id, spec.state)
-        instance.models = spec.models or instance.models
+        if before.models != spec.models:  # else it may have told of more at ``/v1/models``
+            instance.models = spec.models or instance.models
         if before.kv != spec.kv:
             instance.kv = spec.kv
         self._by_kind.clear()
