@@ -230,6 +230,8 @@ class Worker:
         self.versions: list[int] = []
         """Of the engines that it was told."""
         self.goes_on = asyncio.Event()
+        self.hangs = False
+        """When it is asked what it has counted, until it ``goes_on``."""
         self.num_moves = 0
         self._runner: web.AppRunner | None = None
 
@@ -247,6 +249,8 @@ class Worker:
         await self._runner.cleanup()
 
     async def _snapshot(self, request: web.Request) -> web.Response:
+        if self.hangs:
+            await self.goes_on.wait()
         return web.Response(body=msgspec.json.encode(COUNTED))
 
     async def _registered(self, request: web.Request) -> web.Response:
@@ -303,6 +307,34 @@ def test_worker_that_does_not_hear_of_engines_keeps_nobody_who_registers(
         await keeper.refresh()
         assert keeper.workers["0"].told == worker.versions[-1] == 100
         await keeper.close()
+        await worker.stop()
+
+    run(test)
+
+
+def test_who_asks_for_counts_waits_for_no_worker_that_hangs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And they are those that it told last."""
+    monkeypatch.setattr(keeper_module, "WORKER_TIMEOUT_S", 0.2)
+
+    async def test() -> None:
+        keeper, worker = Keeper(tmp_path, replace(FAST, num_workers=1)), Worker()
+        await worker.start(tmp_path / "0")
+        known = keeper.workers["0"]
+        known.announced = True
+        await keeper.refresh()
+        worker.hangs = True
+        for _ in range(keeper_module.NUM_SILENT):
+            await keeper.refresh()
+        asking = asyncio.gather(*(keeper.collect() for _ in range(100)))
+        for counted in await asyncio.wait_for(asking, 5):
+            assert counted.counters["requests"] == [((), 7.0)]
+        worker.hangs = False
+        await keeper.refresh()
+        assert known.num_silent == 0
+        await keeper.close()
+        worker.goes_on.set()
         await worker.stop()
 
     run(test)

@@ -147,12 +147,18 @@ class Keeper:
         """Called every second: what a worker counted must outlive it."""
         await self._registered.expire(time.monotonic())
         await self._tell_all()
-        await self.collect()
+        await self.collect(also_silent=True)
 
-    async def collect(self) -> Snapshot:
-        """Of all workers, those that ended too: no count ever goes back."""
+    async def collect(self, *, also_silent: bool = False) -> Snapshot:
+        """Of all workers, those that ended too: no count ever goes back. Of who was silent before,
+        what it told last, unless it is asked again."""
         async with self._collecting:
-            await asyncio.gather(*(self._read(*item) for item in self.workers.items()))
+            asked = {
+                name: worker
+                for name, worker in self.workers.items()
+                if also_silent or worker.num_silent < NUM_SILENT
+            }
+            await asyncio.gather(*(self._read(*item) for item in asked.items()))
             if all(worker.has_told for worker in self.workers.values()):
                 self._forget_gone()
             return add_up([self._ended], [worker.last for worker in self.workers.values()])
