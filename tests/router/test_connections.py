@@ -259,8 +259,7 @@ def test_what_comes_behind_an_answer_is_none_to_the_next_request(
             answers = []
             for _ in range(3):
                 answers.append(await client.fetch(b"GET", b"/health", (), b"", 40.0))
-                await asyncio.sleep(0.1 if is_later else 0)
-            assert client.num_open == (0 if more else 1)
+                await until(lambda: client.num_open == (0 if more else 1))
             client.close()
             return answers
 
