@@ -5,7 +5,11 @@ copy to the host ends that the runner has not waited for, also of one that a ste
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadataBuilder
 from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends import gdn_attn
 from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker import mamba_utils
@@ -25,7 +28,9 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.patches.test_input_batch import add, batch, end_update
 
-__all__ = ["batch"]
+__all__ = ["batch", "expect_states_behind_what_was_accepted"]
+
+REPO = Path(__file__).parents[2]
 
 MAX_TOKENS = 32
 ENDED, KEPT = 2, 3
@@ -337,11 +342,8 @@ def test_model_runner_v2_looks_for_states_behind_what_was_accepted(
     assert told.num_accepted_tokens.tolist() == [3, 2, 1, 1]
 
 
-@pytest.mark.parametrize("builder", [GDNAttentionMetadataBuilder, KimiK3KDAMetadataBuilder])
-def test_states_are_looked_for_behind_what_was_accepted_also_without_any_draft(
-    builder: type[Any],
-) -> None:
-    """In a step of two decoding requests."""
+def expect_states_behind_what_was_accepted(builder: type[Any]) -> None:
+    """In a step of two decoding requests without any draft."""
     starts, lengths = (torch.tensor(n, dtype=torch.int32) for n in ([0, 1, 2], [50, 43]))
     metadata = CommonAttentionMetadata(
         query_start_loc=starts,
@@ -383,3 +385,18 @@ def test_states_are_looked_for_behind_what_was_accepted_also_without_any_draft(
     assert (built.num_spec_decodes, built.num_decodes) == (2, 0)
     assert built.num_accepted_tokens.tolist() == [3, 1]
     assert built.spec_state_indices_tensor.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_gdn_looks_for_states_behind_what_was_accepted_also_without_any_draft() -> None:
+    expect_states_behind_what_was_accepted(gdn_attn.GDNAttentionMetadataBuilder)
+
+
+def test_so_does_kimi_k3() -> None:
+    """Its module brings numba along, at which vLLM 0.32.0's search for CPU kernels ends."""
+    code = (
+        "from tests.patches.test_accepted_counts import *\n"
+        "from vllm.models.kimi_k3.nvidia.kda_metadata import KimiK3KDAMetadataBuilder as builder\n"
+        "expect_states_behind_what_was_accepted(builder)"
+    )
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=600)
