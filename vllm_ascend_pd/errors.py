@@ -10,6 +10,10 @@
 Expected outcomes (a lease that expired, a read that failed) are values, not exceptions.
 """
 
+import msgspec
+
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What decoding raises of bytes that somebody else has sent or written."""
 _MAX_BRIEF = 300
 
 

@@ -45,7 +45,7 @@ from urllib.parse import urlsplit
 import msgspec
 from msgspec import Meta
 
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.errors import UNREADABLE, ConfigError
 
 PATH = "/registry/instances"
 HEARTBEAT_S = 5.0
@@ -197,7 +197,7 @@ def decode(body: bytes) -> Registration:
     """A checked registration; ``ConfigError`` names the wrong field."""
     try:
         registration = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         raise ConfigError(f"not a registration: {e}") from e
     check_url(registration.url)
     if (events := registration.kv_events) is not None:

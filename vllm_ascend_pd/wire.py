@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from vllm_ascend_pd.errors import TransferError, brief
+from vllm_ascend_pd.errors import UNREADABLE, TransferError, brief
 from vllm_ascend_pd.types import Cause, Endpoint, Layers
 
 # History: 1 - first version (prefill first, the consumer asks for pieces).
@@ -51,7 +51,6 @@ Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 Digests = Annotated[tuple[Digest, ...], msgspec.Meta(max_length=_MAX_ITEMS)]
 Indices = Annotated[tuple[int, ...], msgspec.Meta(max_length=_MAX_ITEMS)]
 Names = Annotated[tuple[Name, ...], msgspec.Meta(max_length=_MAX_ITEMS)]
-_NOT_DECODABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class GroupHashes(msgspec.Struct, frozen=True, array_like=True):
@@ -394,7 +393,7 @@ def decode_control(frame: bytes) -> ControlMessage:
     """A control message; ``TransferError`` for anything else."""
     try:
         return _control_decoder.decode(frame)
-    except _NOT_DECODABLE as e:
+    except UNREADABLE as e:
         raise TransferError(f"not a control message: {brief(e)}") from e
 
 
@@ -402,7 +401,7 @@ def decode_data(frame: bytes) -> DataMessage:
     """A data message; ``TransferError`` for anything else."""
     try:
         return _data_decoder.decode(frame)
-    except _NOT_DECODABLE as e:
+    except UNREADABLE as e:
         raise TransferError(f"not a data message: {brief(e)}") from e
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_ascend_pd.errors import UNREADABLE
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.prefilled import NumTokens, find_num_tokens
@@ -93,6 +94,6 @@ async def _ask(
         return data if code < 500 else None
     try:
         status = msgspec.json.decode(data, type=_Stored).status
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return data
     return None if status in _GOES_ON else data

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_ascend_pd.errors import UNREADABLE
 from vllm_ascend_pd.router import stored
 from vllm_ascend_pd.router.apis import APIS, COMPLETIONS, MESSAGES, NOT_FOR_PREFILL, RESPONSES
 
@@ -249,7 +250,7 @@ def as_utf8(raw: bytes) -> bytes:
 def decode_fields(raw: bytes) -> Fields:
     try:
         fields = _fields_decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         raise BadRequest(f"the body is not a JSON object: {e}") from e
     if len(fields) > MAX_FIELDS:
         raise BadRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
@@ -259,7 +260,7 @@ def decode_fields(raw: bytes) -> Fields:
 def decode_any(raw: bytes) -> Any:
     try:
         return _any_decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         raise BadRequest(f"the body is not JSON: {e}") from e
 
 
@@ -269,7 +270,7 @@ def _drop_from_xargs(fields: Fields) -> bool:
         xargs = _fields_decoder.decode(fields[XARGS])
     except msgspec.ValidationError:
         return False  # no object, which engines refuse
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         raise BadRequest(f"'{XARGS}' is not JSON: {e}", XARGS) from e
     if not _drop_names(xargs):
         return False

@@ -11,6 +11,7 @@ from typing import TypeVar
 import msgspec
 from aiohttp import web
 
+from vllm_ascend_pd.errors import UNREADABLE
 from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.router.answers import HOP_BY_HOP
 from vllm_ascend_pd.router.deadlines import TIMED_OUT, timeout
@@ -130,5 +131,5 @@ async def read_order(request: web.Request, kind: type[T], fix: str) -> T:
     body = await read_body(request, ORDER_TIMEOUT_S)
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         raise BodyError(400, f"give {fix}: {e}") from e

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from vllm_ascend_pd.errors import UNREADABLE
 from vllm_ascend_pd.registration import KVEndpoint
 from vllm_ascend_pd.router.apis import payload
 from vllm_ascend_pd.router.failures import Failure, FailureKind
@@ -115,7 +116,7 @@ def parse_prefill_answer(raw: bytes, rank: int | None = None) -> Prefilled | Fai
     """
     try:
         answer = _prefill_decoder.decode(raw)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         return Failure(FailureKind.PROTOCOL, f"the prefill answer is not understood: {e}")
     params = answer.kv_transfer_params
     num_tokens, num_cached = (answer.usage or _Usage()).num_tokens()
@@ -188,7 +189,7 @@ def _usages(data: bytes) -> Iterator[_Usage]:
     for event in data.split(b"\n\n"):
         try:
             told = _told_decoder.decode(payload(event))
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             continue
         for one in (told, told.response, told.message):
             if one is not None and one.usage is not None:

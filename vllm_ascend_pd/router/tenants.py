@@ -21,7 +21,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_ascend_pd import parsing, registration
-from vllm_ascend_pd.errors import ConfigError
+from vllm_ascend_pd.errors import UNREADABLE, ConfigError
 from vllm_ascend_pd.private_file import read_private
 from vllm_ascend_pd.router.admission import TooMany
 from vllm_ascend_pd.router.auth import bearer_token, digest_of
@@ -217,7 +217,7 @@ class Tenants:
     def _take(self, content: bytes) -> None:
         try:
             file = parsing.parse(msgspec.json.decode(content), TenantsFile, top="the file")
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        except UNREADABLE as e:
             raise ConfigError(f"{OPTION} {str(self._path)!r}: not JSON: {e}") from e
         except ConfigError as e:
             raise ConfigError(f"{OPTION} {str(self._path)!r}: {e}") from e

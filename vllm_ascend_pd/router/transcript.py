@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from vllm_ascend_pd.errors import UNREADABLE
 from vllm_ascend_pd.router.apis import payload
 from vllm_ascend_pd.router.failures import Failure, FailureKind, failed_with
 
@@ -101,8 +102,6 @@ _decoder: msgspec.json.Decoder[Chunk] = msgspec.json.Decoder(Chunk)
 _told_decoder: msgspec.json.Decoder[_Told] = msgspec.json.Decoder(_Told)
 _sub_token_ids = re.compile(rb'token_ids":\s*\[[\d,\s]*\]').sub
 _sub_comments = re.compile(rb"(?:\A|(?<=\n\n)):[^\n]*\n\n").sub
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
-"""What decoding raises."""
 _HIDDEN = b'token_ids":null'
 REASONING = ("reasoning", "reasoning_content")
 _TEXTS = ("content", *REASONING)
@@ -236,7 +235,7 @@ def told_token_ids(events: bytes, has_told: bool = False) -> list[int] | None:
     those before them (``has_told``). A chat begins with an event that has neither."""
     try:
         choices = [choice for one in _decode(events) for choice in one.choices]
-    except _UNREADABLE:
+    except UNREADABLE:
         return None
     ids = [i for choice in choices for i in choice.token_ids or ()]
     return ids if ids or has_told or not any(map(_has_text, choices)) else None
@@ -322,7 +321,7 @@ def _failure_of(told: bytes) -> Failure | None:
         if error["code"] < 500 and error["code"] != HTTPStatus.CONFLICT:
             return None
         return failed_with(error["code"], error["message"])
-    except (*_UNREADABLE, LookupError, TypeError):
+    except (*UNREADABLE, LookupError, TypeError):
         return Failure(FailureKind.PROTOCOL, "an error that is not understood")
 
 
@@ -333,6 +332,6 @@ def why_incomplete(body: bytes) -> Failure | None:
         return None
     try:
         told = _told_decoder.decode(body)
-    except _UNREADABLE:
+    except UNREADABLE:
         return None  # nothing that ends one
     return _GIVEN_UP if told.is_abort else None

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from vllm_ascend_pd.errors import UNREADABLE
 from vllm_ascend_pd.types import GENERATION_SALT
 
 if TYPE_CHECKING:
@@ -83,7 +84,6 @@ class _Stamp(msgspec.Struct, array_like=True):
 
 _decoder: msgspec.msgpack.Decoder[EventBatch] = msgspec.msgpack.Decoder(EventBatch)
 _stamp_decoder: msgspec.msgpack.Decoder[_Stamp] = msgspec.msgpack.Decoder(_Stamp)
-_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 def chain(token_ids: Sequence[int], block_size: int, start: bytes = ROOT) -> Iterator[bytes]:
@@ -231,7 +231,7 @@ class PrefixIndex:
         self._next_seq = seq + 1
         try:
             batch = _decoder.decode(payload)
-        except _UNREADABLE:
+        except UNREADABLE:
             self.forget(IndexState.DEGRADED)
             return
         self._last_ts = batch.ts
@@ -242,7 +242,7 @@ class PrefixIndex:
         """Whether the engine has made it after all that came before."""
         try:
             return _stamp_decoder.decode(payload).ts > self._last_ts
-        except _UNREADABLE:
+        except UNREADABLE:
             return False
 
     def _apply(self, event: BlockStored | BlockRemoved | AllBlocksCleared) -> None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from vllm_ascend_pd.errors import UNREADABLE
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
 from vllm_ascend_pd.router.failures import Failure
 from vllm_ascend_pd.router.prefix.index import TokenId
@@ -83,7 +84,7 @@ class Tokenizer:
             return None
         try:
             tokens = msgspec.json.decode(answer[1], type=_Tokenized).tokens
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNREADABLE:
             return None
         self._remember(key, tokens)
         return tokens
@@ -111,7 +112,7 @@ def question(body: Body) -> bytes | None:
         own = asked.get("chat_template_kwargs", msgspec.Raw(b"null"))
         try:
             options = msgspec.json.decode(own, type=dict[str, msgspec.Raw] | None) or {}
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except UNREADABLE:
             return None
         if effort := told.get("reasoning_effort"):
             thinks = b"false" if bytes(effort) == b'"none"' else b"true"
