@@ -102,6 +102,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     end: int
     mac: Digest
 
+    def __repr__(self) -> str:
+        """Without the MAC: an engine that ends logs what its last step was told."""
+        return f"Ticket({self.generation}, {self.end})"
+
 
 class Worker(msgspec.Struct, frozen=True, array_like=True):
     """One of the producer: where it serves its pages, what to show it, and what key it shows."""

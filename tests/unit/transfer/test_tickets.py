@@ -97,6 +97,9 @@ def test_key_is_in_no_text(pair: Pair) -> None:
     server: PageServer = pair.server.page_server
     assert repr(server.key._bytes) not in repr(server)
     assert "bytes" not in repr(server)
+    worker = server.admit(LEASE, 3)
+    assert repr(worker.ticket) == "Ticket(7, 3)"
+    assert repr(worker.ticket.mac) not in repr(worker)
 
 
 # At the worker.
