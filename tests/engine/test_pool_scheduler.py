@@ -15,7 +15,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request, RequestStatus
 
-from vllm_ascend_pd.config import PDConfig, PoolConfig, PoolSave, Role
+from vllm_ascend_pd.config import LoadMode, PDConfig, PoolConfig, PoolSave, Role
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.scheduler.parking import Parking
 from vllm_ascend_pd.engine.scheduler.parts import Common
@@ -26,6 +26,7 @@ from vllm_ascend_pd.engine.scheduler.pool_source import PoolSource
 from vllm_ascend_pd.engine.scheduler.saves import SaveBounds, Saves
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
 from vllm_ascend_pd.engine.vllm_api.blocks import block_key
+from vllm_ascend_pd.kv.cost import Question, plan
 from vllm_ascend_pd.kv.load import LoadResult
 from vllm_ascend_pd.kv.span import KVGroup, Wanted
 from vllm_ascend_pd.metrics import Provenance, Stats
@@ -1016,6 +1017,43 @@ def test_what_a_parked_load_brought_is_not_held_against_others(world: World) -> 
     assert world.pool.get_num_free_blocks() == num_free - len(others)
     assert prompt.offers  # and is loaded again
     assert parking.num_tail_tokens(prompt) == 15
+
+
+def decide(world: World, number: int, places: list[Place], load_ms: float = 1.0) -> int:
+    """So many blocks are loaded of a prompt of which the pool has these."""
+    request = world.request(16 * len(places) + 6, name=str(number), start=1000 * number)
+    world.source.add(request)
+    world.find([*places, Place.NOWHERE][: len(request.block_hashes)])
+    prompt = world.source.find(request)
+    assert prompt is not None
+    wanted = [prompt.load_ms(Wanted(i)) for i in range(len(places))]
+    decided = plan(Question(wanted, prompt.compute_ms, LoadMode.AUTO, 50.0, 5000.0, False))
+    prompt.use(decided, len(places))
+    if decided.num_blocks:
+        loaded = {i: Wanted(i) for i in range(decided.num_blocks)}
+        prompt.load_started()
+        num_bytes = 1000 * decided.num_blocks
+        prompt.load_ended(LoadResult(LoadId(1), "", num_bytes, load_ms), loaded, was_parked=False)
+    world.source.finish(request)
+    return decided.num_blocks
+
+
+def test_tier_that_is_faster_than_it_was_believed_is_found_out(world: World) -> None:
+    """An engine that computes quickly has computed its first prompts before the pool has any."""
+    world.common.prefill.note(1600, 1e-2)  # a block of 1,000 bytes in 0.1 us; DRAM is believed 0.5
+    nums_loaded = [decide(world, i, [Place.DRAM] * 4, load_ms=1e-5) for i in range(60)]
+    assert nums_loaded[:20] == [0] * 20
+    assert nums_loaded[-1] == 4
+    assert world.source.speeds[Place.SSD].per_ms == Place.SSD.bytes_per_ms
+
+
+def test_tier_that_comes_with_another_is_measured_too(world: World) -> None:
+    world.common.prefill.note(16, 1000.0)
+    for i in range(60):
+        decide(world, i, [Place.DRAM, Place.SSD], load_ms=50.0)
+    slow = world.source.load_ms(Place.DRAM, 0) + world.source.load_ms(Place.SSD, 0)
+    assert slow == pytest.approx(50.0, rel=0.2)
+    assert world.source.load_ms(Place.REMOTE, 0) < 1.0
 
 
 # Several KV cache groups.

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _RELAXATION = 0.1
+_GROWTH = 1.05
+_LONG_MS = 200.0
+"""What has taken so long counts for half of the mean."""
 _STEP_SHARE = 0.5
 """A load that is expected to take this share of ``step_timeout_ms`` is parked in any case."""
 
@@ -24,16 +27,20 @@ class Speed:
 
     def __init__(self, first: float = 0.0, smoothing: float = 0.3) -> None:
         """``first`` is believed before anything has been measured; 0 where it is not known."""
-        self._first = first
+        self._hoped = first
+        """Towards this a bad moment is forgotten soon. Each slow load is a reason to hope less."""
         self._smoothing = smoothing
         self.per_ms = first
 
     def note(self, amount: float, elapsed_ms: float) -> None:
+        """What took long counts for more: a slow load is tried again less often than a fast one."""
         if not amount or elapsed_ms <= 0:
             return
         measured = amount / elapsed_ms
         mean = self.per_ms or measured
-        self.per_ms = mean + self._smoothing * (measured - mean)
+        weight = max(self._smoothing, elapsed_ms / (elapsed_ms + _LONG_MS))
+        self.per_ms = mean + weight * (measured - mean)
+        self._hoped += weight * min(0.0, measured - self._hoped)
 
     def drop_to(self, amount: float, elapsed_ms: float) -> None:
         """Somebody has waited for this in vain, or too long: if it was slower than was believed, it
@@ -43,9 +50,10 @@ class Speed:
 
     def relax(self) -> None:
         """Something was not loaded because that seemed slow: believe it a little less each time, so
-        that a bad moment is not remembered for ever.
+        that neither a bad moment nor a wrong ``first`` is believed for ever.
         """
-        self.per_ms += _RELAXATION * (self._first - self.per_ms)
+        back = self.per_ms + _RELAXATION * (self._hoped - self.per_ms)
+        self.per_ms = max(back, self.per_ms * _GROWTH)
 
     def ms(self, amount: float) -> float:
         """How long so much is expected to take; 0 where that is not known."""

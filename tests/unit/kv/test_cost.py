@@ -103,6 +103,37 @@ def test_bad_moment_is_forgotten_bit_by_bit() -> None:
     for _ in range(20):
         speed.note(1, 1.0)
     assert speed.per_ms < 10
-    for _ in range(50):
+    for _ in range(150):
         speed.relax()
     assert speed.per_ms > 900
+
+
+def test_load_of_which_nothing_has_come_is_forgotten_soon() -> None:
+    speed = Speed(1000.0)
+    speed.drop_to(0, 5000.0)
+    for _ in range(10):
+        speed.relax()
+    assert speed.per_ms > 500
+
+
+def test_first_belief_that_is_far_too_low_is_tried_some_day() -> None:
+    """Nothing is loaded, so nothing is measured."""
+    speed = Speed(300_000.0)
+    for _ in range(100):
+        speed.relax()
+    assert speed.per_ms > 10_000_000
+    speed.note(40_000_000, 1.0)
+    assert speed.per_ms > 10_000_000
+
+
+def test_slow_load_is_tried_again_seldom() -> None:
+    """Ten times as long as computing: every second of it was a request's."""
+    compute_ms, load_ms = 100.0, 1000.0
+    speed, num_loads = Speed(1000.0), 0
+    for _ in range(100):
+        if speed.ms(1000.0) <= compute_ms:
+            speed.note(1000.0, load_ms)
+            num_loads += 1
+        else:
+            speed.relax()
+    assert 1 < num_loads < 25

@@ -7,6 +7,7 @@ import logging
 import math
 import queue
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -479,9 +480,14 @@ class PoolSource:
             {place.label: round(speed.per_ms) for place, speed in self.speeds.items()},
             self._common.prefill.per_ms,
         )
-        if use < num_offered:
-            for speed in self.speeds.values():
-                speed.relax()
+        left = range(use, num_offered)
+        for place in {prompt.place_of(i, group.id) for group in self.groups for i in left}:
+            if place and self._is_slow(place):
+                self.speeds[place].relax()
+
+    def _is_slow(self, place: Place) -> bool:
+        """Whether a block is believed to be computed sooner than it comes from there."""
+        return sum(self.load_ms(place, group.id) for group in self.groups) > self.compute_ms
 
     # Loads, end.
 
@@ -489,11 +495,13 @@ class PoolSource:
         """A load of any prompt has; ``places`` are those of its blocks."""
         self._stats.add("pool_loads", label=result.cause or "ok")
         self._stats.add("pool_load_ms", result.elapsed_ms)
-        for place in set(places):
-            share = places.count(place) / len(places)
-            self._stats.add("pool_load_bytes", result.num_bytes * share, place.label)
-        if len(set(places)) == 1 and (speed := self.speeds.get(places[0])):
-            speed.note(result.num_bytes, result.elapsed_ms)
+        num_bytes = {p: result.num_bytes * n / len(places) for p, n in Counter(places).items()}
+        expected_ms = {p: self.speeds[p].ms(n) or 1.0 for p, n in num_bytes.items() if p}
+        for place, share in num_bytes.items():
+            self._stats.add("pool_load_bytes", share, place.label)
+            if place:  # of several each was as much slower, or faster, than expected as the load
+                part = expected_ms[place] / sum(expected_ms.values())
+                self.speeds[place].note(share, result.elapsed_ms * part)
         if result.cause != Cause.CANCELLED.value:
             # A long prompt may take its time where no step waits for it.
             elapsed_s = 0.0 if was_parked else result.elapsed_ms / 1000
