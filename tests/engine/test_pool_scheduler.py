@@ -302,6 +302,22 @@ def test_save_that_hangs_counts_before_it_ends(world: World) -> None:
     assert not world.saves.breaker.closed
 
 
+def test_saves_that_queue_behind_others_are_not_late(world: World) -> None:
+    """Where more is computed than a tier takes, and many blocks may wait for it."""
+    for i in range(8):
+        world.run_step(world.request(name=str(i), start=1000 * i), 16)
+    for save in world.take(Save):
+        world.now += 1.5
+        world.saves.tick()
+        assert world.saves.breaker.closed
+        world.saves.on_saved(Saved(save.save_id, ("ok",), 1, 1500.0))
+    for i in range(8, 10):
+        world.run_step(world.request(name=str(i), start=1000 * i), 16)
+    world.now += 2.5
+    world.saves.tick()
+    assert not world.saves.breaker.closed
+
+
 def test_blocks_of_the_prompt_are_announced_with_the_step_that_fills_them(world: World) -> None:
     request = world.request(100)
     world.run_step(request, 24, confirm=False)

@@ -170,6 +170,8 @@ class Saves:
         self._under_way: dict[int, _Save] = {}
         self._pending: set[bytes] = set()
         self.num_pinned = 0
+        self._ended_at = 0.0
+        """When a save has ended last."""
         self._backoff_s = _FIRST_BACKOFF_S
         self._resume_at = 0.0
 
@@ -408,6 +410,7 @@ class Saves:
         if len(save.answers) < self._num_workers:
             return
         del self._under_way[message.save_id]
+        self._ended_at = self._clock()
         message = fold_saved(save.answers)
         self._unpin(save)
         for good, status in zip(save.blocks, message.statuses, strict=True):
@@ -431,11 +434,13 @@ class Saves:
             self._record(ok, elapsed_s, why)
 
     def tick(self) -> None:
-        """Once a step: a save that takes too long is a failure, before it has ended."""
-        if not self._under_way:
-            return
+        """Once a step: a save that takes too long is a failure, before it has ended. While others
+        end, it is in line behind them.
+        """
         slow_s = self._config.breaker_slow_ms / 1000
         late_before = self._clock() - slow_s
+        if not self._under_way or self._ended_at >= late_before:
+            return
         for save in self._under_way.values():
             if save.sent_at < late_before and not save.is_late:
                 save.is_late = True
