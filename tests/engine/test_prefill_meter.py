@@ -19,8 +19,10 @@ class World:
         self.speed = Speed()
         self.meter = PrefillMeter(self.speed, lambda: self.now)
 
-    def begin(self, num_tokens: int) -> None:
-        output: Any = SimpleNamespace(total_num_scheduled_tokens=num_tokens)
+    def begin(self, *nums_tokens: int) -> None:
+        """By request."""
+        scheduled = {str(i): num_tokens for i, num_tokens in enumerate(nums_tokens)}
+        output: Any = SimpleNamespace(num_scheduled_tokens=scheduled)
         self.meter.begin_step(output, StepMeta())
 
     def end_after(self, elapsed_s: float) -> None:
@@ -43,6 +45,17 @@ def test_small_steps_say_nothing_about_prefill(world: World) -> None:
     world.begin(1)
     world.end_after(0.01)
     assert world.speed.per_ms == 0.0
+
+
+def test_many_answers_say_nothing_about_prefill(world: World) -> None:
+    world.begin(256)
+    world.end_after(0.1)
+    world.begin(*[1] * 200)
+    world.end_after(0.1)
+    assert world.speed.per_ms == pytest.approx(2.56)
+    world.begin(256, *[1] * 200)
+    world.end_after(0.1)
+    assert world.speed.per_ms == pytest.approx(2.56)
 
 
 def test_step_that_was_sent_ahead_begins_when_the_one_before_it_ends(world: World) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _MIN_TOKENS = 32
-"""Smaller steps say nothing about prefill."""
+"""Fewer of one request say nothing about prefill, however many requests a step gives some."""
 
 
 class PrefillMeter(Part):
@@ -29,14 +29,14 @@ class PrefillMeter(Part):
         self._last_end = 0.0
 
     def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
-        self._steps.append((self._clock(), output.total_num_scheduled_tokens))
+        nums_tokens = output.num_scheduled_tokens.values()
+        self._steps.append((self._clock(), sum(num for num in nums_tokens if num >= _MIN_TOKENS)))
 
     def end_step(self) -> None:
         if not self._steps:
             return
         began, num_tokens = self._steps.popleft()
         now = self._clock()
-        if num_tokens >= _MIN_TOKENS:
-            # A step that was sent ahead begins when the one before it ends.
-            self._speed.note(num_tokens, (now - max(began, self._last_end)) * 1000)
+        # A step that was sent ahead begins when the one before it ends.
+        self._speed.note(num_tokens, (now - max(began, self._last_end)) * 1000)
         self._last_end = now
