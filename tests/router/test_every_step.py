@@ -100,7 +100,7 @@ def left(d: Deployment) -> list[int]:
     counts += [engine.num_in_progress for engine in (*d.prefills, *d.decodes)]
     for one in registry:
         counts += [one.num_active, one.num_active_tokens, one.num_decoding]
-        counts += [one.num_admitted, one.num_to_answer, one.client.num_busy]
+        counts += [one.num_admitted, one.num_to_answer, one.num_awaiting, one.client.num_busy]
     return counts
 
 

@@ -23,6 +23,8 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.planner import profile
 from vllm_ascend_pd.registration import Role
 from vllm_ascend_pd.router.config import Planning, RouterConfig
+from vllm_ascend_pd.router.instances import EngineLoad
+from vllm_ascend_pd.router.roles import EngineWork
 
 STRICT = replace(PATIENT, require_prefill=True)
 
@@ -307,6 +309,31 @@ def test_roles_follow_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
             await until(lambda: [i.used_for for i in d.router.registry].count("decode") == 3)
             assert (await d.post())[0] == 200
             assert d.count("role_switches_total", role="decode") >= 4
+
+    run(test)
+
+
+def test_prompts_that_others_compute_do_not_make_an_engine_full() -> None:
+    """Sent to both at once, they wait at D for as long as P is busy: which asks for a P more."""
+
+    async def test() -> None:
+        timeouts = replace(STRICT.timeouts, prefill_s=20.0)
+        config = replace(STRICT, timeouts=timeouts)
+        async with deployed(1, 1, config, supports_concurrent=True) as d:
+            assert (await d.post())[0] == 200
+            d.prefills[0].script("delay(1)")
+            d.decodes[0].script("delay(1)")
+            decode = d.router.registry.get(name(d.decodes[0]))
+            posting = asyncio.ensure_future(d.post())
+            await until(lambda: d.prefills[0].num_in_progress == 1)
+            decode.load = EngineLoad(num_waiting=1.0)
+            assert EngineWork.of(decode).fullness == 0.0
+            decode.load = EngineLoad(num_waiting=2.0)
+            assert EngineWork.of(decode).fullness == 1.0
+            assert (await posting)[0] == 200
+            assert d.count("orders_total", order="concurrent") == 1
+            decode.load = EngineLoad(num_waiting=1.0)
+            assert EngineWork.of(decode).fullness == 1.0
 
     run(test)
 

@@ -178,8 +178,9 @@ class Instance:
         """Tokens of their prompts and answers, as far as the router can tell."""
         self.num_decoding = 0
         """Of them, those that answer."""
-        self.num_to_answer = 0
-        """Requests that have room here for their answer, whether that has begun or not."""
+        self.num_to_answer = self.num_awaiting = 0
+        """Requests that have room here for their answer, whether that has begun or not; and those
+        of them that were sent here although another engine computes their prompts yet."""
         self._num_unexplained = 0
         """Requests in a row that it failed, and that may be to blame."""
         self.num_background = 0

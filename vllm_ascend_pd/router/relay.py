@@ -263,6 +263,8 @@ class Relay:
                     job.body.for_prefill(transfer_id, pair.prefill.spec.data_parallel_rank),
                 )
             )
+            pair.decode.num_awaiting += 1
+            prefill.add_done_callback(lambda _: _awaits_no_more(pair.decode))
             ended: _Ended | None = None
             try:
                 ended = await self._decode(job, pair.decode, params, _KV(pair.prefill, prefill))
@@ -392,6 +394,10 @@ class Relay:
 def _give_up(trace: Trace, failed: LegFailed) -> web.Response:
     """No further attempt; the last failure says why."""
     return engine_failed(trace, failed.failure, f"a {failed.instance.spec.role} engine")
+
+
+def _awaits_no_more(decode: Instance) -> None:
+    decode.num_awaiting -= 1
 
 
 async def _unless_lost(

@@ -69,7 +69,9 @@ class EngineWork:
     @classmethod
     def of(cls, instance: Instance) -> EngineWork:
         role, told = instance.spec.role, instance.load
-        waiting = told.num_waiting / (told.num_running + told.num_waiting or 1)
+        # Who waits for a prompt that another engine computes does not wait for memory here.
+        num_waiting = max(0.0, told.num_waiting - instance.num_awaiting)
+        waiting = num_waiting / (told.num_running + num_waiting or 1)
         return cls(
             instance.instance_id,
             role,
