@@ -588,6 +588,24 @@ def test_busy_holder_loses_to_an_idle_instance() -> None:
     run(test)
 
 
+def test_what_is_cached_of_prompts_under_way_keeps_nobody_busy() -> None:
+    """Or all engines would compute, and keep, what one of them has as soon as two ask for it."""
+
+    async def test() -> None:
+        async with cluster() as (d, engines, publishers):
+            await publish_prompt(d, "p1", publishers["p1"], 8)
+            engines["p1"].script("delay(1), delay(1), delay(1)")
+            posts = []
+            for num in range(1, 4):
+                posts.append(asyncio.ensure_future(d.post(prompt=TOKENS)))
+                await until(lambda num=num: engines["p1"].num_in_progress == num, "it came")
+                assert d.router.registry.get("p1").num_active_tokens == num * 2 * BLOCK
+            assert {status for status, _, _ in await asyncio.gather(*posts)} == {200}
+            assert d.router.registry.get("p1").num_active_tokens == 0
+
+    run(test)
+
+
 def test_without_events_it_is_least_loaded() -> None:
     async def test() -> None:
         async with deployed(2, 2, replace(FAST, policy="prefix-aware")) as d:

@@ -175,7 +175,8 @@ class Instance:
         self.num_active = 0
         """Legs in progress."""
         self.num_active_tokens = 0
-        """Tokens of their prompts and answers, as far as the router can tell."""
+        """Tokens of their prompts and answers, as far as the router can tell; of prompts for others
+        without those that it is expected to have cached."""
         self.num_decoding = 0
         """Of them, those that answer."""
         self.num_to_answer = self.num_awaiting = 0

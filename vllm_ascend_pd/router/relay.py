@@ -279,7 +279,7 @@ class Relay:
     async def _prefill(
         self, job: Job, instance: Instance, sent: bytes
     ) -> Prefilled | Answer | LegFailed:
-        num_tokens = job.routed.num_prompt_tokens
+        num_tokens = max(0, job.routed.num_prompt_tokens - job.routed.num_prefill_hit_tokens)
         with (
             self.tracing.leg(job.trace, "prefill", instance) as headers,
             job.trace.stage("prefill", instance.instance_id) as stage,
