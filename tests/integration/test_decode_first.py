@@ -199,6 +199,30 @@ def test_transfer_id_in_use_is_refused(
     assert answer.outcome == "loaded"
 
 
+def test_prompt_that_was_given_back_while_it_queued_is_not_computed(
+    engines: Engines, single: SingleEngine, prompt_of: PromptOf
+) -> None:
+    """Else a queue that is longer than consumers wait consists of such prompts."""
+    producer = engines.shared("kv_producer")
+    consumer = engines.shared("kv_consumer", transfer={"prefill_timeout_s": 0.3})
+    pair = Pair(producer, consumer, prompt_of(5, "where"))
+    busy, prompt = prompt_of(CHUNKED, "busy"), prompt_of(300)
+    transfer_id = pair.new_id()
+    producer.add("busy", busy, 1)
+    pair.add_prefill("both", prompt, transfer_id)
+    pair.add_decode("both", prompt, transfer_id)
+    answer = consumer.run()["both"]
+    assert answer.token_ids == single(prompt, 16).token_ids
+    assert answer.outcome == "deadline"
+    producer.wait_count("leases", 0)
+    answers = producer.run()
+    assert answers["busy"].token_ids == single(busy, 1).token_ids
+    assert answers["both"].token_ids == []
+    assert answers["both"].kv_transfer_params["supports_concurrent"]
+    again = pair.ask(prompt)
+    assert again.token_ids == single(prompt, 16).token_ids
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 def test_prefill_aborted(
     pair: Pair, single: SingleEngine, prompt_of: PromptOf, num_steps: int

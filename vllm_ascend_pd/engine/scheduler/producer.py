@@ -18,7 +18,8 @@ from vllm_ascend_pd.engine.vllm_api.groups import (
     movable_blocks,
 )
 from vllm_ascend_pd.engine.vllm_api.hashes import extra_keys
-from vllm_ascend_pd.engine.vllm_api.status import is_completed
+from vllm_ascend_pd.engine.vllm_api.requests import tell_none
+from vllm_ascend_pd.engine.vllm_api.status import is_completed, is_queued, waits_for_kv
 from vllm_ascend_pd.errors import TransferError
 from vllm_ascend_pd.kv.span import GroupBlocks, Span
 from vllm_ascend_pd.log_limit import limited_logger
@@ -96,6 +97,8 @@ class Producer(Part):
         self._prompts: dict[_Key, _Prompt] = {}
         self._keys: dict[Lease, _Key] = {}
         """Of ``_prompts``."""
+        self._unwanted: set[str] = set()
+        """Prompts that were given back, of requests that may still queue."""
         self._held: set[_Prompt] = set()
         self._extended: dict[Lease, Grant] = {}
         """Of running requests; the next step tells the worker."""
@@ -262,6 +265,18 @@ class Producer(Part):
                 self._max_unopened_blocks,
             )
 
+    def deliver_first_tokens(self, outputs: dict[int, list[Any]]) -> None:
+        """Nobody reads what was given back while it queued, as by consumers whose patience was
+        shorter than the queue: without that, each prompt that is computed is one of those.
+        """
+        for key in list(self._unwanted):
+            request = self._expected.get(key)
+            if request is not None and is_queued(request) and request.max_tokens == 1:
+                outputs[request.client_index].append(tell_none(self._common.scheduler, request))
+            elif request is not None and waits_for_kv(request):
+                continue  # for what the pool has of it
+            self._unwanted.discard(key)
+
     def finish(self, request: Request, ending: Ending) -> None:
         ending.params = self._finish(request)
 
@@ -372,7 +387,9 @@ class Producer(Part):
         for lease in self.book.take_closed():
             self._revokes.append(lease.ref)
             self._stats.add("leases_closed", label=lease.cause)
-            prompt = self._prompts.pop(self._keys.pop(lease))
+            prompt = self._prompts.pop(key := self._keys.pop(lease))
+            if isinstance(key, str) and lease.announced and lease.cause == "released":
+                self._unwanted.add(key)
             self._held.discard(prompt)
             self._extended.pop(lease, None)
             self._manager.block_pool.free_blocks(reversed(prompt.pinned))

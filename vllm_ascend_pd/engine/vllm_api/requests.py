@@ -97,6 +97,11 @@ def tell_output(
     )
 
 
+def tell_none(scheduler: Scheduler, request: Request) -> EngineCoreOutput:
+    """A request that waits ends well, without a token; what tells the client."""
+    return tell_output(scheduler, request, [], RequestStatus.FINISHED_LENGTH_CAPPED)
+
+
 def tell_error(scheduler: Scheduler, request: Request, params: dict[str, Any]) -> EngineCoreOutput:
     """End it with an error, whether it waits or a step has been scheduled with it; what tells the
     client, with these ``kv_transfer_params``.
