@@ -56,6 +56,9 @@ def test_many_answers_say_nothing_about_prefill(world: World) -> None:
     world.begin(256, *[1] * 200)
     world.end_after(0.1)
     assert world.speed.per_ms == pytest.approx(2.56)
+    world.begin(40, *[1] * 200)  # the end of a prompt beside them
+    world.end_after(0.1)
+    assert world.speed.per_ms == pytest.approx(2.56)
 
 
 def test_step_that_was_sent_ahead_begins_when_the_one_before_it_ends(world: World) -> None:

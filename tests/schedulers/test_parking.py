@@ -22,6 +22,7 @@ from tests.schedulers.harness import (
     tails_of,
 )
 from vllm_ascend_pd.engine.scheduler.consumer import Consumer
+from vllm_ascend_pd.engine.scheduler.remote_prompt import RemotePrompt
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceState
 from vllm_ascend_pd.kv.span import Wanted
 from vllm_ascend_pd.types import Cause
@@ -137,6 +138,33 @@ def test_abort_before_the_parked_load_left_frees_after_the_report(
     consumer.abort("c")
     consumer.run_to_end()
     assert consumer.counts() == consumer.counts_at_start
+
+
+def test_loads_of_one_step_hold_it_up_no_longer_than_one_may(
+    producer: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemotePrompt, "load_ms", lambda source, place: 5.0)
+    consumer = engines.make("kv_consumer", load_mode="auto", max_step_load_ms=50.0)
+    starts = {"a": 0, "b": 500, "c": 200}
+    for name, start in starts.items():
+        params = producer.prefill(name, prompt_of(100, start=start))
+        consumer.add(name, prompt_of(100, start=start), params, max_tokens=2)
+    answers = consumer.scheduler.pd.part(Consumer).client.outcomes
+    consumer.poll(lambda: answers.qsize() == 3)
+    step = consumer.schedule()
+    assert step.output.num_scheduled_tokens == {"a": 1}
+    assert sorted(load.in_step for load in step.loads) == [False, False, True]
+    consumer.finish_step()
+    for load_id in list(consumer.worker.parked):
+        consumer.worker.end_parked(load_id)
+
+    params = producer.prefill("d", prompt_of(100, start=300))
+    request = consumer.add("d", prompt_of(100, start=300), params, max_tokens=2)
+    step = consumer.schedule_until_admitted(request)
+    assert [load.in_step for load in step.loads] == [True]
+    consumer.run_to_end()
+    for name in (*starts, "d"):
+        consumer.expect_tokens(name, 2)
 
 
 @pytest.mark.parametrize(("num_blocks", "parks"), [(13, False), (15, True)])

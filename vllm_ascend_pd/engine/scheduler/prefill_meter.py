@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 
 _MIN_TOKENS = 32
-"""Fewer of one request say nothing about prefill, however many requests a step gives some."""
+"""Fewer of one request say nothing about prefill, however many requests a step gives some; nor do
+those of prompts of which a step has fewer than of answers.
+"""
 
 
 class PrefillMeter(Part):
@@ -30,7 +32,9 @@ class PrefillMeter(Part):
 
     def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
         nums_tokens = output.num_scheduled_tokens.values()
-        self._steps.append((self._clock(), sum(num for num in nums_tokens if num >= _MIN_TOKENS)))
+        num_tokens = sum(num for num in nums_tokens if num >= _MIN_TOKENS)
+        is_prefill = 2 * num_tokens >= sum(nums_tokens)
+        self._steps.append((self._clock(), num_tokens if is_prefill else 0))
 
     def end_step(self) -> None:
         if not self._steps:

@@ -54,6 +54,8 @@ class Supply:
         """Whether a tail is worth a load by itself: blocks with states are of many tokens."""
         self._block_size = common.block_size
         self._collect_at = 0.0
+        self._step_ms = 0.0
+        """What the loads that are in the next step so far are expected to hold it up for."""
 
     # Which source.
 
@@ -164,7 +166,7 @@ class Supply:
                 load_ms=load_ms,
                 compute_ms=source.compute_ms,
                 mode=self._transfer.load_mode,
-                max_step_ms=self._transfer.max_step_load_ms,
+                max_step_ms=self._transfer.max_step_load_ms - self._step_ms,
                 step_timeout_ms=self._transfer.step_load_timeout_s * 1000,
                 others_wait=self._others_wait(),
             )
@@ -196,6 +198,7 @@ class Supply:
             self._note_computed()
         self._prefetch()
         meta.loads = loads.take_new()
+        self._step_ms = 0.0
 
     def _prefetch(self) -> None:
         """What requests wait for to which no pass has come: load it while they queue."""
@@ -259,6 +262,8 @@ class Supply:
         phantoms = [phantom for table in hits for phantom in self._phantoms.claim(table)]
         for phantom in phantoms:
             self._loads.claim(request, phantom.source, [phantom])
+        plans = (source.plan for source in {phantom.source for phantom in phantoms})
+        self._step_ms += sum(made.load_ms for made in plans if made is not None)
         num_blocks = len(hits[0])
         source = self.source_of(request) or self._find(request)
         num_tail = self._parking.take_tail(source, num_blocks) if source is not None else 0
