@@ -6,6 +6,7 @@ device that runs nothing before somebody waits for it.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -163,6 +164,34 @@ def test_readers_that_a_tier_holds_for_ever_do_not_keep_others_from_loading() ->
     subject.loader.wait_all()
     assert subject.results()[load_id].cause == ""
     subject.expect_loaded((2, 3), (2, 3))
+    gate.open()
+    subject.wait_at_rest()
+    subject.close()
+
+
+def test_want_of_threads_to_read_with_ends_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody reads, so a load runs to its end; the next one has the threads."""
+    subject = FromPool(PythonBlockCopier(), Pages)
+    gate, entered = subject.tier.gate, threading.Barrier(3)
+    gate.close()
+    enter = gate.enter
+    monkeypatch.setattr(gate, "enter", lambda: (entered.wait(LONG_S), enter()))
+    held = [subject.start((index,), (index,), in_step=False) for index in (0, 1)]
+    entered.wait(LONG_S)
+    for load_id in held:
+        subject.loader.cancel(load_id)
+    subject.results(2)
+    subject.tier.gate = Gate()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        load_id = subject.start((2,), (2,), timeout_s=SHORT_S)
+    assert subject.results()[load_id].cause == Cause.DEADLINE.value
+    load_id = subject.start((3,), (3,), timeout_s=LONG_S / 4)
+    assert subject.results()[load_id].cause == ""
     gate.open()
     subject.wait_at_rest()
     subject.close()

@@ -118,8 +118,8 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
         for _ in range(self._num_readers):
             number = len(self._threads)
             thread = threading.Thread(target=self._run, name=f"pd-pool-read-{number}", daemon=True)
-            self._threads.append(thread)
             thread.start()
+            self._threads.append(thread)
 
     def _replace_held(self) -> None:
         """Where every reader is held by a call beyond its load's end, as by a disk that hangs, as
@@ -127,7 +127,10 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
         """
         num_held = sum(batch.load.ended is not None for batch in list(self._reading.values()))
         if num_held == self._num_readers == len(self._threads):
-            self.start()
+            try:
+                self.start()
+            except RuntimeError as e:
+                logger.warning("the pool is read by no more threads: %s", e)
 
     def stop(self) -> None:
         for _ in self._threads:
