@@ -84,7 +84,7 @@ class Connection:
 
     def begin(self) -> None:
         """Its stream is connected, or connects."""
-        self._await(EVENT_READ | EVENT_WRITE)
+        self._attempt(partial(self._await, EVENT_READ | EVENT_WRITE))
 
     def send(self, payload: bytes) -> bool:
         """Queue one frame; ``False`` when it is too long or too much waits."""
@@ -185,8 +185,8 @@ class Connection:
 
     def _await(self, events: int) -> None:
         if events != self._events:
-            self._events = events
             self._reactor.watch(self._fd, self.proceed, events)
+            self._events = events
 
     def _read(self) -> None:
         for _ in range(_MAX_READS_A_TURN):

@@ -5,6 +5,7 @@ import errno
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,31 @@ def test_who_was_silent_longest_makes_room(reactor: Reactor, rests: Rests) -> No
             listening.want.clear()
             peer.sendall(FRAME)
             assert came.acquire(timeout=LIMIT_S)
+
+
+def test_connection_that_cannot_be_watched_ends(
+    reactor: Reactor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where this user may have no more descriptors in an epoll."""
+    came, watch = threading.Event(), reactor.watch
+    failures = [OSError(errno.ENOSPC, "No space left on device")]
+    listening = listen("127.0.0.1", 0)
+    listener = Listener(reactor, listening, None, lambda identity, frame: came.set())
+
+    def refuse(*args: Any) -> None:
+        if failures:
+            raise failures.pop()
+        watch(*args)
+
+    monkeypatch.setattr(reactor, "watch", refuse)
+    reactor.start()
+    with socket.create_connection(listening.getsockname(), LIMIT_S) as lost:
+        assert not lost.recv(1)
+    with socket.create_connection(listening.getsockname()) as peer:
+        peer.sendall(FRAME)
+        assert came.wait(LIMIT_S)
+        assert len(listener) == 1
+    assert reactor.num_errors == 0
 
 
 @pytest.mark.parametrize("port", [0, 24601])
