@@ -202,8 +202,11 @@ class SharedMemoryTransferEngine(TransferEngine):
         self._peers: dict[str, _Peer] = {}
         self._unreachable_until: dict[str, float] = {}
         self._stop, stop = socket.socketpair()
+        selector = selectors.DefaultSelector()
+        for each in (stop, self._listener):
+            selector.register(each, selectors.EVENT_READ)
         self._thread = threading.Thread(
-            target=self._answer, args=(stop,), name="pd-shared-memory", daemon=True
+            target=self._answer, args=(selector, stop), name="pd-shared-memory", daemon=True
         )
         self._thread.start()
 
@@ -336,11 +339,9 @@ class SharedMemoryTransferEngine(TransferEngine):
 
     # As an owner of memory.
 
-    def _answer(self, stop: socket.socket) -> None:
+    def _answer(self, selector: selectors.BaseSelector, stop: socket.socket) -> None:
         """Own thread: hand the regions to whoever connects, keep its connection."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(stop, selectors.EVENT_READ)
-            selector.register(self._listener, selectors.EVENT_READ)
+        with selector:
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is stop:
@@ -349,15 +350,14 @@ class SharedMemoryTransferEngine(TransferEngine):
                             other.fileobj.close()
                         return
                     if key.fileobj is self._listener:
-                        if connection := self._accept():
-                            selector.register(connection, selectors.EVENT_READ)
+                        self._accept(selector)
                         continue
                     # A writer sends nothing: it is gone.
                     assert isinstance(key.fileobj, socket.socket)
                     selector.unregister(key.fileobj)
                     key.fileobj.close()
 
-    def _accept(self) -> socket.socket | None:
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         connection: socket.socket | None = None
         try:
             connection, _ = self._listener.accept()
@@ -367,14 +367,13 @@ class SharedMemoryTransferEngine(TransferEngine):
             regions = tuple((addr, mapping.num_bytes) for addr, mapping in shared.items())
             frame = msgspec.msgpack.encode(_Announcement(regions))
             socket.send_fds(connection, [frame], [mapping.fd for mapping in shared.values()])
+            selector.register(connection, selectors.EVENT_READ)
         except OSError as e:
             logger.warning("a process could not be given shared memory: %s", e)
             if connection is not None:
                 connection.close()
             else:
                 time.sleep(_NOT_ACCEPTED_S)  # who is left without a descriptor stays in line
-            return None
-        return connection
 
 
 def _meet(path: str, pinning: HostPinning) -> _Peer:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import selectors
 import signal
 import socket
 import stat
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -296,4 +298,28 @@ def test_want_of_descriptors_takes_no_core(
     assert times[3] - times[0] > 0.2
     assert caplog.text.count("Too many open files") == 3
     for engine in (owner, writer):
+        engine.close()
+
+
+def test_process_that_cannot_be_watched_costs_no_other_one_its_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Full(selectors.DefaultSelector):
+        """This user may have no more descriptors in an epoll, for a moment."""
+
+        num_calls = 0
+
+        def register(self, *args: Any) -> selectors.SelectorKey:
+            self.num_calls += 1
+            if self.num_calls == 3:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().register(*args)
+
+    monkeypatch.setattr(shared_memory.selectors, "DefaultSelector", Full)
+    engines = [SharedMemoryTransferEngine() for _ in range(3)]
+    owner, *others = engines
+    for other in others:
+        assert other.reaches(owner.session)
+    assert "given shared memory: [Errno 28] No space left on device" in caplog.text
+    for engine in engines:
         engine.close()
