@@ -18,6 +18,7 @@ import shutil
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,8 +60,8 @@ _PUT_WAITS_S = 1.0
 """For one file. Other tiers take blocks meanwhile, and the pool must not be taken for slow."""
 
 
-def _create(path: Path) -> int:
-    return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600)
+def _create(path: Path) -> FileIO:
+    return open(path, "xb", buffering=0, opener=partial(os.open, mode=0o600))
 
 
 class FileTier(Tier):
@@ -77,6 +78,7 @@ class FileTier(Tier):
         self.folder = folder
         self._numbers = itertools.count()
         self._lock_fd = lock_folder(folder)
+        self._device = os.fstat(self._lock_fd).st_dev
         self._lock = threading.Lock()  # guards the fields below; no file is touched under it
         self.room = Room(capacity_bytes, shares)
         self._capacity_bytes = capacity_bytes
@@ -221,14 +223,14 @@ class FileTier(Tier):
     def _write(self, value: Value, given_up: GivenUp) -> bool:
         """Whether it is there now."""
         new = self.folder / f"{_NEW}{next(self._numbers)}"
-        # Before room is made: on a disk that takes no file, no other value goes for this one.
         try:
-            file_fd = _create(new)
-        except FileNotFoundError:
-            self._make_folder_again()
-            file_fd = _create(new)
-        try:
-            with open(file_fd, "wb", buffering=0) as file:
+            # Before room is made: on a disk that takes no file, no other value goes for this one.
+            try:
+                file = _create(new)
+            except FileNotFoundError:
+                self._make_folder_again()
+                file = _create(new)
+            with file:
                 return self._fill(file, new, value, given_up)
         finally:
             new.unlink(missing_ok=True)
@@ -243,7 +245,10 @@ class FileTier(Tier):
             lock_fd = lock_folder(make_folder(str(self.folder)))
         except ConfigError as e:
             raise OSError(str(e)) from e
-        if os.fstat(lock_fd).st_dev != os.fstat(self._lock_fd).st_dev:
+        if os.fstat(lock_fd).st_dev != self._device:
+            with suppress(OSError):  # to find it missing again
+                (self.folder / "lock").unlink()
+                self.folder.rmdir()
             os.close(lock_fd)
             raise OSError("its disk is not mounted any more")
         os.close(self._lock_fd)
@@ -349,7 +354,7 @@ class FileTier(Tier):
             self.room.pop(key)
         if not is_gone:
             with suppress(OSError):
-                self._delete([(key, *entry)])
+                self._disk.do(lambda _: self._remove([(key, *entry)]), _PUT_WAITS_S)
 
     def tenants(self, keys: Sequence[str]) -> list[str]:
         with self._lock:
@@ -382,16 +387,17 @@ class FileTier(Tier):
 
     def remove(self, keys: Sequence[str]) -> None:
         if gone := self._forget(keys):
-            self._disk.do(lambda _: self._remove(gone), _PUT_WAITS_S)
+            try:
+                self._disk.do(lambda _: self._remove(gone), _PUT_WAITS_S)
+            except OSError as e:
+                self._write_failed(e)
 
     def _remove(self, gone: list[Gone]) -> None:
+        """Disk thread."""
         with self._lock:  # a file that was put in its place meanwhile stays
             gone = [x for x in gone if x[0] not in self.room or self.room.tenant(x[0]) != x[2]]
-        try:
-            with self._disk.call():
-                self._delete(gone)
-        except OSError as e:
-            self._write_failed(e)
+        with self._disk.call():
+            self._delete(gone)
 
     def is_healthy(self) -> bool:
         is_well = time.monotonic() - self._read_failed_at > _REST_S

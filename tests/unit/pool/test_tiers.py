@@ -369,8 +369,11 @@ def test_folder_whose_disk_is_not_there_any_more_is_not_filled(
     shutil.rmtree(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_dev=fd))
-        assert put(files, 1) == [Status.FAILED]
-    FileTier(tmp_path, 8 * SIZE).close()
+        for _ in range(2):
+            assert put(files, 1) == [Status.FAILED]
+            patch.setattr(fs_tier, "_REST_S", -1.0)
+            assert not tmp_path.exists()
+    FileTier(folder.make_folder(str(tmp_path)), 8 * SIZE).close()
 
 
 def test_folder_that_cannot_be_locked_says_so(
@@ -712,6 +715,23 @@ def test_file_that_cannot_be_read_is_stored_again(files: FileTier, bad_sector: P
     assert put(files, 1) == [Status.OK]
     assert get(files, 1) == [Status.OK]
     assert files.room.used_bytes == SIZE
+
+
+def test_value_that_is_put_again_while_its_bad_file_goes_stays(
+    files: FileTier, bad_sector: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk_do = files._disk.do
+
+    def do(*order: Any) -> bool:
+        """Another thread was quicker."""
+        monkeypatch.setattr(files._disk, "do", disk_do)
+        assert put(files, 1) == [Status.OK]
+        return disk_do(*order)
+
+    monkeypatch.setattr(files._disk, "do", do)
+    assert get(files, 1) == [Status.FAILED]
+    assert get(files, 1) == [Status.OK]
+    assert not (files.folder / "bad").samefile(bad_sector)
 
 
 @pytest.mark.parametrize("tenant", ["", "a"])
