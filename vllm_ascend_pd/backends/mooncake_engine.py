@@ -238,7 +238,7 @@ class MooncakeTransferEngine(TransferEngine):
         self._regions = RegionTable()
         # All fields below are read and written by any thread, under the lock. Mooncake is never
         # called under it; whoever calls it holds its own reference to the engine.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._engine: _NativeEngine | None = engine
         self._next_handle = itertools.count(1)
         self._writes: dict[TransferHandle, _Write] = {}
@@ -310,13 +310,14 @@ class MooncakeTransferEngine(TransferEngine):
         dst_addrs: Sequence[int],
         lengths: Sequence[int],
     ) -> TransferHandle:
-        engine = self._open_engine()
+        self._open_engine()
         if not self.direct_placement:
             raise ValueError("this engine does not declare direct placement")
         check_batch(self._regions, src_addrs, dst_addrs, lengths)
         begin_until = time.monotonic() + self.LATE_WRITE_S
         batch = _Batch(list(src_addrs), list(dst_addrs), list(lengths), begin_until)
         with self._lock:
+            engine = self._open_engine()  # its end tells all senders
             handle = TransferHandle(next(self._next_handle))
             self._batches[handle] = batch
             sender = self._senders.get(session)
@@ -371,10 +372,10 @@ class MooncakeTransferEngine(TransferEngine):
         with self._lock:
             engine, self._engine = self._engine, None
             senders = list(self._senders.values())
+            for sender in senders:
+                sender.batches.put(None)
         if engine is None:
             return
-        for sender in senders:
-            sender.batches.put(None)
         deadline = time.monotonic() + _CLOSE_S
         for sender in senders:
             sender.join(max(0.0, deadline - time.monotonic()))
@@ -392,9 +393,13 @@ class MooncakeTransferEngine(TransferEngine):
 
     def _start(self, engine: _NativeEngine, write: _Write) -> None:
         """Hands a STARTING write to Mooncake; about 10 us once the peer is known."""
-        batch_id = engine.transfer_submit_write(
-            write.peer, write.src_addr, write.dst_addr, write.num_bytes
-        )
+        try:
+            batch_id = engine.transfer_submit_write(
+                write.peer, write.src_addr, write.dst_addr, write.num_bytes
+            )
+        except Exception:  # others wait behind it for the same first contact
+            logger.exception("a write to %s could not be begun", write.peer)
+            batch_id = 0
         with self._lock:
             write.batch_id = batch_id
             write.phase = _Phase.STARTED if batch_id > 0 else _Phase.FAILED

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,35 @@ def test_thread_of_first_contact_has_the_device(native: NativeEngine) -> None:
     threads = [call[1] for call in native.calls if call[0] in ("probe", "write")]
     assert bound == ["mooncake-contact-10.0.0.1:15001"]
     assert threads == bound * 2
+
+
+def test_write_that_raises_fails_and_those_that_wait_with_it_go_on(native: NativeEngine) -> None:
+    failures = [RuntimeError("no memory")]
+    submit, met = native.transfer_submit_write, threading.Event()
+
+    def refuse(*write: Any) -> int:
+        if failures:
+            raise failures.pop()
+        return submit(*write)
+
+    def probe(session: str) -> int:
+        assert met.wait(10)
+        return 0
+
+    native.transfer_submit_write = refuse  # type: ignore[method-assign]
+    native.send_probe = probe  # type: ignore[method-assign]
+    engine = MooncakeTransferEngine("10.0.0.1")
+    engine.register(PAGE, PAGE)
+    begun = [engine.submit_write("10.0.0.2:15001", PAGE, PAGE, 64) for _ in range(2)]
+    met.set()
+    assert [wait(engine, handle) for handle in begun] == [
+        TransferStatus.FAILED,
+        TransferStatus.DONE,
+    ]
+    failures.append(RuntimeError("no memory"))
+    begun = [engine.submit_write("10.0.0.2:15001", PAGE, PAGE, 64) for _ in range(2)]
+    assert wait(engine, begun[0]) is TransferStatus.FAILED
+    assert wait(engine, begun[1]) is TransferStatus.DONE
 
 
 @pytest.mark.parametrize(("protocol", "anew"), [("tcp", "10.0.0.2:015001"), ("rdma", "")])
@@ -341,3 +371,12 @@ def test_batch_cannot_begin_after_close(
     direct.close()
     with pytest.raises(BackendError, match="closed"):
         submit(direct)
+
+
+def test_batch_that_comes_while_the_engine_closes_leaves_no_thread(
+    native: NativeEngine, direct: MooncakeTransferEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mooncake_engine, "check_batch", lambda *_: direct.close())
+    with pytest.raises(BackendError, match="closed"):
+        submit(direct)
+    assert not direct._senders
