@@ -8,7 +8,7 @@ import os
 import secrets
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -267,27 +267,7 @@ class MooncakeStore:
     def _connect(self) -> None:
         """Own thread: until it is connected or closed."""
         num_failed = 0
-        while True:
-            try:
-                store = self._make()
-                code = self._set_up(store)
-                if not code:
-                    self._find_own_memory(store)
-                reason = f"rc {code}"
-            except Exception as e:  # noqa: BLE001 - a thread's boundary: it is tried again
-                code, reason = -1, repr(e)
-            with self._changed:
-                if self._closed:
-                    break
-                if not code:
-                    for addr, num_bytes in self._buffers.items():
-                        store.register_buffer(addr, num_bytes)
-                    self._store = store
-                    self._changed.notify_all()
-            if not code:
-                if num_failed:
-                    logger.info("the pool's master at %s answers", self.options.master)
-                return
+        while (reason := self._try_to_connect()) and not self._closed:
             num_failed += 1
             if num_failed == 1:
                 logger.warning(
@@ -298,9 +278,31 @@ class MooncakeStore:
                 )
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, _RETRY_S):
-                    break
-        if not code:
-            store.close()
+                    return
+        if num_failed and not self._closed:
+            logger.info("the pool's master at %s answers", self.options.master)
+
+    def _try_to_connect(self) -> str:
+        """Why it is not connected; empty if it is, or is closed."""
+        try:
+            with ExitStack() as undo:
+                store = self._make()
+                if code := self._set_up(store):
+                    return f"rc {code}"
+                undo.callback(store.close)
+                self._find_own_memory(store)
+                with self._changed:
+                    if self._closed:
+                        return ""
+                    for addr, num_bytes in self._buffers.items():
+                        if code := store.register_buffer(addr, num_bytes):
+                            return f"it cannot register {num_bytes} bytes: rc {code}"
+                    self._store = store
+                    self._changed.notify_all()
+                undo.pop_all()
+        except Exception as e:  # noqa: BLE001 - a thread's boundary: it is tried again
+            return repr(e)
+        return ""
 
     def _set_up(self, store: _Store) -> int:
         options = self.options

@@ -113,6 +113,41 @@ def test_memory_that_is_registered_while_the_client_connects_is_registered_once(
     store.close()
 
 
+def test_client_that_cannot_know_the_staging_memory_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else every save and load would fail, for no reason that anybody could see."""
+    refusals: list[Any] = [-600, RuntimeError("not now")]
+    closed = []
+    may_connect = threading.Event()
+
+    class Store:
+        def setup(self, *_: Any, **__: Any) -> int:
+            assert may_connect.wait(60)
+            return 0
+
+        def register_buffer(self, addr: int, num_bytes: int) -> int:
+            assert (addr, num_bytes) == (4096, 64)
+            refusal = refusals.pop(0) if refusals else 0
+            if isinstance(refusal, RuntimeError):
+                raise refusal
+            return refusal
+
+        def close(self) -> int:
+            closed.append(self)
+            return 0
+
+    monkeypatch.setattr(mooncake_store, "_RETRY_S", 0.01)
+    monkeypatch.setattr(mooncake_store, "_load_store", lambda: Store)
+    store = MooncakeStore(StoreOptions("127.0.0.1", "127.0.0.1:1", 0))
+    store.register(4096, 64)
+    may_connect.set()
+    assert store.wait_connected(60)
+    assert len(closed) == 2
+    assert "does not answer (it cannot register 64 bytes: rc -600); serving goes on" in caplog.text
+    store.close()
+
+
 @pytest.mark.parametrize(("code", "num_closed"), [(0, 1), (-1, 0)])
 def test_client_that_is_set_up_too_late_is_closed(
     code: int, num_closed: int, monkeypatch: pytest.MonkeyPatch
