@@ -44,7 +44,11 @@ class HostPass:
             # All of them now: a part whose thread cannot be started would be copied at some later
             # time, when its memory is another's.
             are_started = threading.Barrier(num_helpers)
-            wait([self._helpers.submit(are_started.wait) for _ in range(num_helpers)])
+            try:
+                wait([self._helpers.submit(are_started.wait) for _ in range(num_helpers)])
+            except RuntimeError:  # no thread is left: those that wait would never end
+                are_started.abort()
+                raise
 
     def copy(
         self,

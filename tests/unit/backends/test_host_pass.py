@@ -172,3 +172,22 @@ def test_threads_that_copy_at_the_same_time_share_the_helpers(
     assert found == [expected] * 80
     copies.close()
     assert threading.active_count() == before
+
+
+def test_want_of_threads_is_told_and_leaves_none_that_waits(
+    copier: BlockCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the process would wait for it."""
+    start, started = threading.Thread.start, []
+
+    def refuse(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        HostPass(copier, 3)
+    started[0].join(LIMIT_S)
+    assert not started[0].is_alive()
