@@ -386,7 +386,9 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         flight = self._in_flight.pop(answer.fetch_id)
         is_staged = not flight.is_live and not answer.by_ring
         with flight.slot as slot:
-            if is_staged and answer.cause in (Cause.TRANSFER_FAILED.value, Cause.DEADLINE.value):
+            # Without a transport nothing was written.
+            failed = answer.cause in (Cause.TRANSFER_FAILED.value, Cause.DEADLINE.value)
+            if is_staged and failed and answer.transport:
                 slot.quarantine(QUARANTINE_S)
 
     def _on_lost(self, peer: Endpoint, cause: Cause, what: str) -> None:

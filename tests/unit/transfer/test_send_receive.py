@@ -259,6 +259,18 @@ def test_nothing_is_kept_of_a_peer_whose_connection_was_idle(
     wait_until(lambda: not pair.loader._heard_at)
 
 
+def test_slots_in_which_nothing_was_written_are_free_at_once(
+    make_pair: Callable[..., Pair],
+) -> None:
+    """Steps wait for slots, also those that load from others."""
+    pair = make_pair()
+    pair.server._transports.engines.clear()
+    pair.grant(9)
+    assert pair.run(pair.spec((0,), (0,))).cause == Cause.TRANSFER_FAILED.value
+    pair.pass_time(0.0)
+    assert pair.num_free() == (NUM_SLOTS, NUM_SLOTS)
+
+
 def test_some_of_a_leases_blocks_can_be_loaded(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair()
     pair.grant(9, 8, 7, 6)
