@@ -353,8 +353,9 @@ class DeviceBlockCopier(BlockCopier):
         self._order(lane, ids)
         index, rows = index_of(layout, np.array(ids, dtype=np.int64))
         if len(lane.index) < len(index):
+            on_device = self._device.scratch(lane.stream, index.nbytes)
             lane.index = self._device.pinned(index.nbytes).view(torch.int64)
-            lane.device_index = self._device.scratch(lane.stream, index.nbytes).view(torch.int64)
+            lane.device_index = on_device.view(torch.int64)
         lane.index[: len(index)] = torch.from_numpy(index)
         try:
             self._device.run(lane.stream, partial(move, lane, layout, len(ids), rows))

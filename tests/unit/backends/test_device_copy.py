@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -546,6 +549,31 @@ def test_nothing_is_written_after_a_copy_has_failed(host: BlockCopier, method: s
 
 
 # The fake device finds what is missing -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["scratch", "pinned"])
+@pytest.mark.parametrize("number", range(4))
+def test_want_of_memory_fails_one_copy(
+    host: BlockCopier, monkeypatch: pytest.MonkeyPatch, kind: str, number: int
+) -> None:
+    """The first, second, … time that a thread needs some."""
+    device, memory, staging = FakeDevice(), Memory("one run"), Staging()
+    copier = DeviceBlockCopier(device, host)
+    allocate, num_calls = getattr(device, kind), count()
+
+    def refuse(*args: Any) -> torch.Tensor:
+        if next(num_calls) == number:
+            raise RuntimeError("out of memory")
+        memory: torch.Tensor = allocate(*args)
+        return memory
+
+    monkeypatch.setattr(device, kind, refuse)
+    ids = np.array([3, 1, 2], dtype=np.int64)
+    with suppress(RuntimeError):
+        copier.gather(memory.layout, ids, staging.region)
+    copier.gather(memory.layout, ids, staging.region)
+    expected = b"".join(memory.page(n, b) for n in range(NUM_LAYERS) for b in (3, 1, 2))
+    assert staging.bytes[: len(expected)].tobytes() == expected
 
 
 class NeverSynchronizes(FakeDevice):
