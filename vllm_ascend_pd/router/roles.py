@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-from msgspec.structs import replace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from vllm_ascend_pd.registration import Role
-    from vllm_ascend_pd.router.instances import Instance, Kind, Registry, Word
+    from vllm_ascend_pd.router.instances import Instance, Kind, Registry
     from vllm_ascend_pd.router.metrics import Metrics
     from vllm_ascend_pd.router.planned_roles import PlannedRoles
 
@@ -181,7 +179,7 @@ class AutoRoles:
     """``--roles auto``. Event loop thread."""
 
     registry: Registry
-    say: Callable[[str, Word], Awaitable[None]]
+    say: Callable[[str, str, dict[str, Any]], Awaitable[None]]
     """What an operator would say of an instance."""
     metrics: Metrics
     plan: PlannedRoles | None = None
@@ -199,9 +197,8 @@ class AutoRoles:
         self._patience = {models: self._patience.get(models, RolePatience()) for models in engines}
         for models, patience in self._patience.items():
             switch = patience.take(decide(engines[models], self._planned.get(models, by_load)), now)
-            if switch is not None:
-                word = self.registry.word(switch.instance_id)
-                await self.say(switch.instance_id, replace(word, role=switch.role))
+            if switch is not None and (known := self.registry.get(switch.instance_id)) is not None:
+                await self.say(switch.instance_id, known.spec.epoch, {"role": switch.role})
                 self.metrics.add("role_switches", switch.role)
 
     def _engines(self) -> dict[tuple[str, ...], list[EngineWork]]:

@@ -183,10 +183,28 @@ def test_oldest_words_are_forgotten_where_engines_have_ever_new_names(
         roster = Roster(hear)
         for name in ("pod-1", "pod-2", "pod-1", "pod-3"):
             role = "decode" if told else "prefill"
-            await roster.say(name, Word(drained=True, epoch=name, role=role))
+            await roster.say(name, name, {"drained": True, "role": role})
 
     run(test)
     assert list(told[-1]) == ["pod-1", "pod-3"]
+
+
+def test_words_that_two_workers_say_at_a_time_are_both_heard() -> None:
+    """Neither knows yet of the other's."""
+    told: list[Words] = []
+
+    async def hear(known: list[InstanceSpec], words: Words) -> None:
+        told.append(words)
+
+    async def test() -> None:
+        roster = Roster(hear)
+        await roster.say("pod", "first", {"drained": True})
+        await roster.say("pod", "first", {"role": "prefill"})
+        assert told[-1] == {"pod": Word(drained=True, epoch="first", role="prefill")}
+        await roster.say("pod", "second", {"until": None})
+        assert told[-1] == {"pod": Word(epoch="second", role="prefill")}
+
+    run(test)
 
 
 def test_a_worker_of_another_version_than_its_keeper_says_so(

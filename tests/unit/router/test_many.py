@@ -151,7 +151,7 @@ def test_heartbeat_looks_at_no_word_of_another_engine(monkeypatch: pytest.Monkey
         specs = [spec(i) for i in range(50)]
         for one in specs:
             await roster.beat(one)
-            await roster.say(one.instance_id, Word(role="prefill"))
+            await roster.say(one.instance_id, "", {"role": "prefill"})
         looks.clear()
         for one in specs:
             await roster.beat(one)

@@ -7,10 +7,10 @@ import asyncio
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from tests.unit.router.test_many import registered, spec
 from vllm_ascend_pd.registration import Role
-from vllm_ascend_pd.router.instances import Word
 from vllm_ascend_pd.router.metrics import Metrics
 from vllm_ascend_pd.router.roles import (
     HIGH,
@@ -245,8 +245,8 @@ def test_engines_that_hand_nothing_over_keep_their_roles() -> None:
     """Two of a pooling model, which tell no fingerprint, beside two that can do both."""
     told: list[tuple[str, Role]] = []
 
-    async def say(name: str, word: Word) -> None:
-        told.append((name, word.role))
+    async def say(name: str, epoch: str, changes: dict[str, Any]) -> None:
+        told.append((name, changes["role"]))
 
     pooling = {"models": ("embedder",), "fingerprint": None}
     registry = registered(spec(1), spec(2), spec(3, **pooling), spec(4, **pooling))

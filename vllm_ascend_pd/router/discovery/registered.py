@@ -47,8 +47,10 @@ class Heartbeats(Protocol):
     async def leave(self, instance_id: str, epoch: str | None) -> None:
         """Gone; nothing if it was not known, or only with another epoch."""
 
-    async def say(self, instance_id: str, word: Word) -> None:
-        """What an operator says of it, from now on."""
+    async def say(self, instance_id: str, epoch: str, changes: dict[str, Any]) -> None:
+        """What an operator says of it from now on, as it runs: fields of its `Word`. Another one
+        may say others at another worker, at the same time.
+        """
 
 
 class Roster:
@@ -71,7 +73,11 @@ class Roster:
         if self._forget_word(spec.instance_id, now) or is_new:
             await self._changed()
 
-    async def say(self, instance_id: str, word: Word) -> None:
+    async def say(self, instance_id: str, epoch: str, changes: dict[str, Any]) -> None:
+        word = self._words.get(instance_id, Word())
+        if word.epoch != epoch:  # that drain was its predecessor's
+            word = Word(role=word.role)
+        word = msgspec.structs.replace(word, epoch=epoch, **changes)
         if self._words.get(instance_id) != word:
             self._words.pop(instance_id, None)
             self._words[instance_id] = word
@@ -222,11 +228,7 @@ class RegisteredDiscovery:
             names = ", ".join(sorted(one.instance_id for one in self._registry))
             message = f"{instance_id} has not registered here, nor is it in a list; known: {names}"
             return error_response(404, "not_found", message)
-        word = self._registry.word(instance_id)
-        if word.epoch != known.spec.epoch:  # that drain was its predecessor's
-            word = Word(role=word.role)
-        word = msgspec.structs.replace(word, epoch=known.spec.epoch, **changes)
-        await self._heartbeats.say(instance_id, word)
+        await self._heartbeats.say(instance_id, known.spec.epoch, changes)
         return web.Response(status=204)
 
     def _of_the_instance(

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -30,7 +30,7 @@ from vllm_ascend_pd.processes.child import Child, ChildSpec, Patience, State
 from vllm_ascend_pd.processes.supervisor import Supervisor
 from vllm_ascend_pd.router.config import pack
 from vllm_ascend_pd.router.discovery.registered import Roster
-from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
+from vllm_ascend_pd.router.instances import InstanceSpec, Words
 from vllm_ascend_pd.router.server import BACKLOG, REFRESH_S, bind, raise_file_limit, url_of
 from vllm_ascend_pd.router.snapshot import Snapshot, add_up
 from vllm_ascend_pd.router.workers.worker import CONFIG_FILE, KEEPER_SOCKET, RegisteredEngines
@@ -257,8 +257,8 @@ class Keeper:
         return web.Response()
 
     async def _word(self, request: web.Request) -> web.Response:
-        word = msgspec.json.decode(await request.read(), type=Word)
-        await self._registered.say(request.match_info["instance_id"], word)
+        said = msgspec.json.decode(await request.read(), type=tuple[str, dict[str, Any]])
+        await self._registered.say(request.match_info["instance_id"], *said)
         return web.Response()
 
     async def _snapshot(self, request: web.Request) -> web.Response:

@@ -10,7 +10,7 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -21,7 +21,7 @@ from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.operating import MoveOrder, MoveReport, RequestStatus, RunningRequests
 from vllm_ascend_pd.router.app import Router
 from vllm_ascend_pd.router.config import set_up_logging, unpack
-from vllm_ascend_pd.router.instances import InstanceSpec, Word, Words
+from vllm_ascend_pd.router.instances import InstanceSpec, Words
 from vllm_ascend_pd.router.server import (
     BACKLOG,
     RouterServer,
@@ -99,8 +99,9 @@ class KeeperLink:
     async def leave(self, instance_id: str, epoch: str | None) -> None:
         await self._ask("DELETE", f"/registered/{instance_id}", msgspec.json.encode(epoch))
 
-    async def say(self, instance_id: str, word: Word) -> None:
-        await self._ask("PUT", f"/registered/{instance_id}/word", msgspec.json.encode(word))
+    async def say(self, instance_id: str, epoch: str, changes: dict[str, Any]) -> None:
+        said = msgspec.json.encode((epoch, changes))
+        await self._ask("PUT", f"/registered/{instance_id}/word", said)
 
     async def requests(self) -> RunningRequests:
         told = await self._ask("GET", "/requests")
