@@ -13,7 +13,7 @@ from vllm_ascend_pd.engine.metadata import StepMeta
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.suspension import Suspension, resume, suspend
 from vllm_ascend_pd.engine.worker import step
-from vllm_ascend_pd.errors import TransferError
+from vllm_ascend_pd.errors import BackendError, TransferError
 from vllm_ascend_pd.types import Cause
 
 if TYPE_CHECKING:
@@ -46,6 +46,26 @@ def test_registered_pages_are_registered_anew(direct: Side) -> None:
     before = direct.transports.num_regions()
     direct.worker.suspend()
     assert direct.transports.num_regions() == before - len(NAMES)
+    direct.worker.resume()
+    assert direct.transports.num_regions() == before
+
+
+def test_pages_that_could_not_be_registered_are_when_it_is_woken_again(
+    direct: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = direct.transports.num_regions()
+    direct.worker.suspend()
+    register = direct.transports.register
+
+    def refuse(addr: int, num_bytes: int) -> None:
+        if addr == direct.live_regions[-1][0]:
+            raise BackendError("no room for it")
+        register(addr, num_bytes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(direct.transports, "register", refuse)
+        with pytest.raises(BackendError, match="no room"):
+            direct.worker.resume()
     direct.worker.resume()
     assert direct.transports.num_regions() == before
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -337,9 +338,12 @@ class WorkerSide:
         """The KV caches are mapped, where they were; perhaps they have been all the time."""
         if not self._is_suspended:
             return
+        with ExitStack() as undo:
+            for region in self._memory.live_regions:
+                self.transports.register(*region)
+                undo.callback(self.transports.unregister, region[0])
+            undo.pop_all()
         self._is_suspended = False
-        for region in self._memory.live_regions:
-            self.transports.register(*region)
 
     def counts(self) -> dict[str, int]:
         """What a leak check compares: all but ``regions`` are zero when nothing is under way."""
