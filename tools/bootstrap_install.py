@@ -260,11 +260,12 @@ class Environment:
         options += ["--custom-compile-command", command]
         for version in pythons(vllm):
             locked = lock_file(version, vllm)
-            if vllm != host.VLLM:
-                shutil.copyfile(lock_file(version), locked)
-            target = ["--python-version", version, "--output-file", str(locked)]
+            chosen = self.path / locked.name
+            shutil.copyfile(lock_file(version), chosen)
+            target = ["--python-version", version, "--output-file", str(chosen)]
             compile_it = [str(self._uv), "pip", "compile", *sources, *options, *target]
             call(f"versions for Python {version}", compile_it, INDEX_FIX, settings)
+            shutil.copyfile(chosen, locked)
 
     def _read_records(self) -> dict[str, str]:
         try:

