@@ -72,6 +72,7 @@ class _Speculative:
     ("changes", "message"),
     [
         ({"vllm_config__cache_config__enable_prefix_caching": False}, "prefix caching is off"),
+        ({"vllm_config__cache_config__cache_dtype": "bfloat16"}, "--kv-cache-dtype float16 or"),
         ({"spec": (WINDOW,)}, "windows or states in all layers"),
         ({"spec": (STATE,)}, "windows or states in all layers"),
         (

@@ -147,6 +147,11 @@ def check_config(config: VllmConfig) -> None:
         (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
         (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
         (
+            config.cache_config.cache_dtype in ("float16", "bfloat16")
+            and str(config.model_config.dtype) != f"torch.{config.cache_config.cache_dtype}",
+            "--kv-cache-dtype float16 or bfloat16 beside another --dtype, as which it is read",
+        ),
+        (
             method not in METHODS,
             f"speculative decoding with the method {method} ({', '.join(METHODS)} work)",
         ),
