@@ -3,6 +3,7 @@
 
 import argparse
 import re
+import shutil
 import sys
 import tarfile
 import tempfile
@@ -29,6 +30,7 @@ from patched_tree import TreeFiles, find_tree, load_selected, pristine_contents
 from scratch_repo import BASE_TAG, export_commits, git, make_scratch, reorder
 
 PIN_FILE = ".git/pd-pin.toml"  # of a scratch repository: what export writes
+SERIES_FILE = ".git/pd-series"  # what the series of a new version begins as
 
 
 def read_sdist(sdist: Path, package: str) -> Contents:
@@ -61,8 +63,10 @@ def cmd_export(args: argparse.Namespace) -> int:
             target.write_bytes(text)
             print(f"wrote {name}")
     order = directory / "series"
-    text_now = order.read_text() if order.is_file() else ""
-    if read_order(text_now) != list(exported):
+    is_new = not order.is_file()
+    begun = args.source_tree / SERIES_FILE if is_new else order
+    text_now = begun.read_text() if begun.is_file() else ""
+    if is_new or read_order(text_now) != list(exported):
         order.write_text(reorder(text_now, list(exported)))
         print("wrote series")
     pin = directory / "pin.toml"
@@ -99,6 +103,7 @@ def cmd_port(args: argparse.Namespace) -> int:
         else:
             _store_blobs(repo, old, old_files)
             print_overview(old, args.to_series, look_ahead(repo, old, old_files, contents))
+        shutil.copyfile(args.patches_dir / old.name / "series", repo / SERIES_FILE)
         if pin:
             (repo / PIN_FILE).write_text(pin)
             print(f"export will write this pin.toml:\n{pin}", end="")

@@ -740,8 +740,11 @@ def port_to_new(site: Site, tree: Path, scratch: Path) -> int:
 def test_port_moves_a_series_to_the_next_version(site: Site, tmp_path: Path) -> None:
     # The neighbouring line changed too: only a three-way merge gets through.
     tree = new_version(site, CORE.replace("n19 = 19\n", "n19 = 19.5\n"))
+    commented = f"# The order.\n\n{(site.patches / 'toy-1.2.0' / 'series').read_text()}"
+    (site.patches / "toy-1.2.0" / "series").write_text(commented)
     assert port_to_new(site, tree, tmp_path / "scratch") == 0
     assert export(site, tmp_path / "scratch", "toy-1.3.0") == 0
+    assert (site.patches / "toy-1.3.0" / "series").read_text() == commented
     pin = (site.patches / "toy-1.2.0" / "pin.toml").read_text().replace("1.2.0", "1.3.0")
     (site.patches / "toy-1.3.0" / "pin.toml").write_text(pin)
     options = ("--patches-dir", str(site.patches), "--source-tree", str(tree))
