@@ -116,23 +116,35 @@ class Subscriber:
     async def _receive_again(
         self, instance: Instance, endpoint: str, index: PrefixIndex, first: int
     ) -> None:
+        due: int | None = first
+        with contextlib.suppress(*TIMED_OUT):
+            async with timeout(_REPLAY_IN_ALL_S):
+                while due is not None:
+                    due = await self._receive_from(instance, endpoint, index, due)
+
+    async def _receive_from(
+        self, instance: Instance, endpoint: str, index: PrefixIndex, first: int
+    ) -> int | None:
+        """The message to ask for next: vLLM leaves out those that its socket has no room for."""
         assert self._context is not None
         socket = self._context.socket(zmq.DEALER)
+        due: int | None = None
         try:
             socket.setsockopt(zmq.MAXMSGSIZE, _MAX_FRAME_BYTES)
             socket.connect(endpoint)
             await socket.send_multipart([b"", first.to_bytes(8, "big")])
-            async with timeout(_REPLAY_IN_ALL_S):
-                while True:
-                    async with timeout(_REPLAY_TIMEOUT_S):
-                        messages = await _messages(socket)
-                    for frames in messages:
-                        if len(frames) != 4 or len(frames[2]) != 8 or frames[2] == _END_OF_REPLAY:
-                            return
-                        _receive(instance, index, frames[2], frames[3])
-                    await asyncio.sleep(0)
-        except TIMED_OUT:
-            pass
+            while True:
+                async with timeout(_REPLAY_TIMEOUT_S):
+                    messages = await _messages(socket)
+                for frames in messages:
+                    if len(frames) != 4 or len(frames[2]) != 8 or frames[2] == _END_OF_REPLAY:
+                        return None
+                    seq = int.from_bytes(frames[2], "big")
+                    if due is not None and seq > due:
+                        return due
+                    _receive(instance, index, frames[2], frames[3])
+                    due = seq + 1
+                await asyncio.sleep(0)
         finally:
             socket.close(linger=0)
 
