@@ -163,13 +163,15 @@ def _lint_size(patch: Patch) -> Iterator[str]:
         for hunk in diff.hunks:
             added = [line[1:].decode(errors="replace") for line in hunk.lines if line[:1] == b"+"]
             changed += sum(line[:1] != b" " for line in hunk.lines)
+            removed = [line[1:].decode(errors="replace") for line in hunk.lines if line[:1] == b"-"]
+            changes = {word[0] for line in removed if (word := NOT_A_CALL.match(line.strip()))}
             where = f"{diff.path}, hunk at line {hunk.new_start}"
             if len(added) > MAX_ADDED_IN_HUNK:
                 yield f"{where}: adds {len(added)} lines, the limit is {MAX_ADDED_IN_HUNK}: thin it"
             for line in added:
                 if line != line.rstrip():
                     yield f"{where}: an added line ends in blanks: strip them and export anew"
-                if word := NOT_A_CALL.match(line.strip()):
+                if (word := NOT_A_CALL.match(line.strip())) and word[0] not in changes:
                     yield f"{where}: adds a '{word[0]}': move it into what the hook calls"
     if changed > MAX_CHANGED:
         yield f"changes {changed} lines, more than {MAX_CHANGED}: split it, or call a hook"

@@ -174,6 +174,14 @@ def test_wrong_patch_is_named(project: Project, old: str, new: str, said: str) -
     assert [problem for problem in project.problems() if WORKER in problem and said in problem]
 
 
+def test_a_loop_that_is_changed_is_no_new_one(project: Project) -> None:
+    changed = "@@ -1,2 +1,4 @@\n-for one in all:\n+for one in some:\n"
+    project.replace(WORKER, "@@ -1,2 +1,4 @@\n one\n", changed)
+    assert not [problem for problem in project.problems() if "adds a" in problem]
+    project.replace(WORKER, "-for one in all:\n", "-one\n")
+    assert [problem for problem in project.problems() if "adds a 'for'" in problem]
+
+
 @pytest.mark.parametrize(
     "key",
     ["Why", "Kind", "Hook", "Calls", "No-patch-because", "Upstream", "Remove-when", "Test"],
