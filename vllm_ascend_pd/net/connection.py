@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import socket
 import ssl
@@ -25,6 +26,8 @@ MAX_WAITING_BYTES = 4 * MAX_FRAME_BYTES
 _PREFIX_BYTES = 4
 _READ_BYTES = 64 << 10
 _MAX_READS_A_TURN = 16
+MAX_FRAMES_A_TURN = 64
+"""Of one connection, when its turn comes: others wait meanwhile."""
 _NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
@@ -104,7 +107,7 @@ class Connection:
     def receive(self) -> None:
         """Take what has arrived."""
         if self._is_handshaken:
-            self._attempt(self._read)
+            self._attempt(partial(self._read, math.inf))
 
     def proceed(self) -> None:
         """Do what is possible now."""
@@ -188,8 +191,15 @@ class Connection:
             self._reactor.watch(self._fd, self.proceed, events)
             self._events = events
 
-    def _read(self) -> None:
+    def _read(self, max_frames: float = MAX_FRAMES_A_TURN) -> None:
         for _ in range(_MAX_READS_A_TURN):
+            max_frames -= self._take_frames(max_frames)
+            if self._incoming:
+                self._on_held()
+            if self.is_ended:
+                return
+            if not max_frames:
+                break
             try:
                 data = self.stream.recv(_READ_BYTES)
             except _NOT_NOW:
@@ -199,22 +209,21 @@ class Connection:
                 return
             self.used_at = time.monotonic()
             self._incoming += data
-            self._take_frames()
-            if self._incoming:
-                self._on_held()
-            if self.is_ended:
-                return
-        # TLS may hold more, of which the socket says nothing.
+        # More may be here, or in TLS, of which the socket says nothing.
         self._reactor.submit(self.proceed)
 
-    def _take_frames(self) -> None:
-        while len(self._incoming) >= _PREFIX_BYTES and not self.is_ended:
+    def _take_frames(self, max_frames: float) -> int:
+        """How many there were, at most so many."""
+        num_frames = 0
+        while (
+            num_frames < max_frames and len(self._incoming) >= _PREFIX_BYTES and not self.is_ended
+        ):
             num_bytes = int.from_bytes(self._incoming[:_PREFIX_BYTES], "big")
             if num_bytes > MAX_FRAME_BYTES:
                 raise FloodError(f"a frame of {num_bytes} bytes")
             stop = _PREFIX_BYTES + num_bytes
             if len(self._incoming) < stop:
-                return
+                break
             frame = bytes(self._incoming[_PREFIX_BYTES:stop])
             del self._incoming[:stop]
             if self.is_open:
@@ -224,6 +233,8 @@ class Connection:
             else:
                 self.is_open = True
                 self._flush()
+            num_frames += 1
+        return num_frames
 
 
 def make_room(connections: Iterable[Connection], max_opening: int, max_in_all: int) -> bool:

@@ -96,8 +96,10 @@ class Reactor(threading.Thread):
         self._close()
 
     def run_commands(self) -> None:
-        """What has been submitted. Reactor thread."""
-        while not self._commands.empty():
+        """What has been submitted so far: one that submits another leaves a turn to everybody else.
+        Reactor thread.
+        """
+        for _ in range(self._commands.qsize()):
             self.guard(self._commands.get_nowait())
 
     def stop(self, timeout: float = 5.0) -> None:

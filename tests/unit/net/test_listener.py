@@ -11,7 +11,7 @@ import pytest
 
 from vllm_ascend_pd.errors import ConfigError
 from vllm_ascend_pd.net import listener as listener_module
-from vllm_ascend_pd.net.connection import MAX_FRAME_BYTES
+from vllm_ascend_pd.net.connection import MAX_FRAME_BYTES, MAX_FRAMES_A_TURN
 from vllm_ascend_pd.net.listener import Listener, listen
 from vllm_ascend_pd.net.reactor import Reactor
 
@@ -150,3 +150,31 @@ def test_what_was_sent_before_the_end_leaves_before_it(reactor: Reactor) -> None
         with peer.makefile("rb") as told:
             assert told.read() == bytes(4) + len(payload).to_bytes(4, "big") + payload
     assert reactor.num_errors == 0
+
+
+def test_peer_that_sends_without_a_pause_leaves_turns_to_others() -> None:
+    num_frames = 10 * MAX_FRAMES_A_TURN
+    turns: list[int] = []
+    came = threading.Event()
+
+    class Counting(Reactor):
+        def on_tick(self) -> float | None:
+            turns.append(0)
+            return None
+
+    def take(identity: bytes, frame: bytes) -> None:
+        turns[-1] += 1
+        if sum(turns) == num_frames:
+            came.set()
+
+    reactor = Counting("reactor")
+    listening = listen("127.0.0.1", 0)
+    address = listening.getsockname()
+    Listener(reactor, listening, None, take)
+    reactor.start()
+    with socket.create_connection(address, LIMIT_S) as peer:
+        peer.sendall(FRAME * num_frames)
+        assert came.wait(LIMIT_S)
+    reactor.stop()
+    # Its socket has something to say, and so has what was left the last time.
+    assert max(turns) <= 2 * MAX_FRAMES_A_TURN

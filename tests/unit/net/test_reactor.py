@@ -53,3 +53,29 @@ def test_what_is_due_in_a_year_ends_no_thread() -> None:
     assert came.wait(20)
     reactor.stop()
     assert not reactor.is_alive()
+
+
+def test_command_that_submits_itself_holds_up_no_deadline() -> None:
+    """As that of a connection whose peer sends faster than it is read."""
+    turns: list[int] = []
+    done = threading.Event()
+
+    class Counting(Reactor):
+        def on_tick(self) -> float | None:
+            turns.append(0)
+            return None
+
+    reactor = Counting("reactor")
+
+    def go_on(num_left: int) -> None:
+        turns[-1] += 1
+        if num_left:
+            reactor.submit(lambda: go_on(num_left - 1))
+        else:
+            done.set()
+
+    reactor.submit(lambda: go_on(100))
+    reactor.start()
+    assert done.wait(20)
+    reactor.stop()
+    assert max(turns) == 1
