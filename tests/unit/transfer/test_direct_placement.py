@@ -130,7 +130,7 @@ def test_pages_arrive_and_no_other_is_touched(
     expect_loaded(pair, theirs, ours)
     others = sorted(set(range(NUM_BLOCKS)) - set(ours))
     np.testing.assert_array_equal(pair.ours.bytes[:, others], before[:, others])
-    assert pair.num_free() == (NUM_SLOTS, NUM_SLOTS)
+    wait_until(lambda: pair.num_free() == (NUM_SLOTS, NUM_SLOTS))
     assert pair.loader.take_rested() == []
 
 

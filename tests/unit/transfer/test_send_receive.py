@@ -390,7 +390,8 @@ def test_slots_of_a_failed_write_rest(make_pair: Callable[..., Pair]) -> None:
     pair = make_pair("late")
     pair.grant(*range(4))
     pair.run(pair.spec((0,), (0,)))
-    wait_until(lambda: pair.receive_pool.num_free == NUM_SLOTS - 1)
+    wait_until(lambda: not pair.receive_pool.num_held)
+    assert pair.receive_pool.num_free == NUM_SLOTS - 1
     pair.time_passed = 1000.0
     assert pair.num_free() == (NUM_SLOTS, NUM_SLOTS)
 
