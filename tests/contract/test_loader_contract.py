@@ -195,3 +195,14 @@ def test_want_of_threads_to_read_with_ends_no_engine(monkeypatch: pytest.MonkeyP
     gate.open()
     subject.wait_at_rest()
     subject.close()
+
+
+def test_nothing_is_written_once_it_was_stopped_while_a_tier_held_a_reader() -> None:
+    """The pages are about to be given up."""
+    subject = FromPool(PythonBlockCopier(), Pages)
+    subject.hold()
+    subject.start((0, 1), (2, 3), in_step=False)
+    assert subject.copier.source.reached.wait(LONG_S)
+    subject.loader.stop()
+    subject.check_nothing_more_is_written()
+    subject.close()

@@ -133,6 +133,8 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
                 logger.warning("the pool is read by no more threads: %s", e)
 
     def stop(self) -> None:
+        for load_id in self._loads:  # a reader that a call holds shall write nothing afterwards
+            self.cancel(load_id)
         for _ in self._threads:
             self._batches.put((-1, next(self._order), None))
         for thread in self._threads:

@@ -182,7 +182,8 @@ class Saver:
         if packing is None:
             return [DROPPED] * len(save.block_ids)
         with packing:
-            if save.save_id <= self._dropped_saves:
+            is_lost = self._stopping and not packing.is_whole  # its pages may be gone
+            if is_lost or save.save_id <= self._dropped_saves:
                 return [DROPPED] * len(save.block_ids)
             packing.pack_all()
             if not queued.is_packed:

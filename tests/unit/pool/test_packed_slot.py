@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -264,6 +264,32 @@ def test_dropped_saves_give_back_what_was_packed_ahead(worker: Worker) -> None:
     statuses = {(saved := worker.until(Saved)).save_id: saved.statuses for _ in range(3)}
     assert statuses == {1: ("ok",), 2: ("dropped",), 3: ("dropped",)}
     assert worker.ahead_slots.num_free == NUM_SLOTS
+
+
+def test_nothing_is_packed_once_it_was_stopped_while_the_tier_held_a_save(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pages are about to be given up."""
+    put, gate, reached = worker.tier.put, threading.Event(), threading.Event()
+
+    def held(values: Sequence[Value]) -> list[Status]:
+        reached.set()
+        assert gate.wait(LONG_S)
+        return put(values)
+
+    monkeypatch.setattr(worker.tier, "put", held)
+    assert worker.io.ahead.begin_step([AheadSpec(1, (2,))])
+    worker.compute(2, layers=range(1))
+    worker.wait(lambda: worker.copier.num_layers == 1)
+    worker.save((3,), save_id=1)
+    assert reached.wait(LONG_S)
+    worker.save((2,), ahead_id=1, save_id=2)
+    worker.io.stop()
+    num_layers = worker.copier.num_layers
+    gate.set()
+    assert worker.until(Saved).statuses == ("ok",)
+    assert worker.until(Saved).statuses == ("dropped",)
+    assert worker.copier.num_layers == num_layers
 
 
 def test_failed_put_leaves_its_slot_in_quarantine(worker: Worker) -> None:
