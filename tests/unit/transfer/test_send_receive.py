@@ -640,6 +640,7 @@ def test_slot_that_becomes_free_is_first_a_steps(
         with first:
             pair.loader.start_load(stuck)
             pair.loader.start_load(spec)
+            pair.pass_time(0.0)  # the loader has begun both
         pair.pass_time(0.0)  # the loader has looked
         pair.loader.wait_all()
         assert [(r.load_id, r.cause) for r in pair.loader.take_results()] == [(spec.load_id, "")]
