@@ -307,6 +307,13 @@ def test_pruned_videos_are_refused_where_the_encoder_decides_positions(
     hooks.check_config(config)
 
 
+def test_rocm_is_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configure(model)
+    monkeypatch.setattr(type(current_platform), "is_rocm", lambda platform: True)
+    with pytest.raises(ConfigError, match="InEngine does not support: ROCm"):
+        hooks.check_config(config)
+
+
 def test_routed_experts_are_refused(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own checks, which come first, let through only what a CPU without Triton cannot do."""
     config = configure(model)

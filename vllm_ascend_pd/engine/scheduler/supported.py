@@ -20,6 +20,7 @@ from vllm_ascend_pd.engine.vllm_api.config import (
     keeps_kv_in_host_memory,
     keeps_states,
     returns_routed_experts,
+    runs_on_rocm,
     use_one_group,
     uses_cascade_attention,
     uses_sparse_attention,
@@ -75,6 +76,13 @@ def check_config(config: VllmConfig) -> None:
     if parallel.data_parallel_size > 1:
         _check_data_parallel(config)
     _refuse(
+        (
+            runs_on_rocm(),
+            (
+                "ROCm, whose pages may be laid out and quantised otherwise than those of CUDA, from"
+                " which nothing tells them here"
+            ),
+        ),
         (parallel.enable_elastic_ep, "elastic expert parallel (leave out --enable-elastic-ep)"),
         (
             parallel.enable_fault_tolerance,

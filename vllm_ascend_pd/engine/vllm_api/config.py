@@ -234,6 +234,17 @@ def decodes_by_diffusion(config: VllmConfig) -> bool:
     return bool(model.is_diffusion)
 
 
+def runs_on_rocm() -> bool:
+    """Whether the device is an AMD GPU, which is ``cuda`` to torch and to vLLM's configuration.
+
+    Touches:
+        vllm/platforms/interface.py:Platform.is_rocm
+    """
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_rocm())
+
+
 def encoder_decides_positions(config: VllmConfig) -> bool:
     """Whether M-RoPE's positions behind a video are those of the tokens that its encoder leaves.
 
