@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
 from tests.schedulers.harness import SPEC, WINDOW, Engines, hasher, kv_cache_config_of
 from tests.unit.engine.test_registrar import Web
@@ -56,6 +58,30 @@ def test_pages_of_one_size_that_a_backend_packs_otherwise_are_told_apart(
     assert packed == f"{plain} slots=2x32"
     beside = kv_cache_config_of(8, planes, WINDOW)
     assert fingerprint(base_config, beside).endswith(" slots=2x32,heads")
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "formats"),
+    [
+        ("fp8", ["plain"] * 4),
+        ("nvfp4", ["plain", "plain", "plain", "sm100"]),
+        ("turboquant_k8v4", ["e4b15", "plain", "plain", "plain"]),
+        ("turboquant_4bit_nc", ["plain"] * 4),
+    ],
+)
+def test_pages_that_another_gpu_writes_otherwise_are_told_apart(
+    base_config: VllmConfig, monkeypatch: pytest.MonkeyPatch, kv_dtype: str, formats: list[str]
+) -> None:
+    config, found = deepcopy(base_config), []
+    config.device_config = SimpleNamespace(device_type="cuda")
+    monkeypatch.setattr(config.model_config, "pd_built_with", (4096, kv_dtype), raising=False)
+    for capability in ((8, 6), (8, 9), (9, 0), (10, 3)):
+        known = DeviceCapability(*capability)
+        name = "get_device_capability"
+        monkeypatch.setattr(type(current_platform), name, lambda _, known=known: known)
+        parts = fingerprint(config, kv_cache_config_of(8, SPEC)).split()
+        found += [part.removeprefix("isa=") for part in parts if part.startswith("isa=")]
+    assert found == formats
 
 
 def test_an_engine_says_what_its_workers_tell_of_their_pages(

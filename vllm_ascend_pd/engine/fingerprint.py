@@ -14,7 +14,7 @@ from vllm_ascend_pd.config import PDConfig, WireProtocol
 from vllm_ascend_pd.engine.ascend import is_ascend
 from vllm_ascend_pd.engine.model_identity import model_identity
 from vllm_ascend_pd.engine.sharding import sharding
-from vllm_ascend_pd.engine.vllm_api.config import built_with, cpu_page_isa
+from vllm_ascend_pd.engine.vllm_api.config import built_with, cpu_page_isa, gpu_page_isa
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups, page_slots
 from vllm_ascend_pd.engine.vllm_api.process import vllm_version
 from vllm_ascend_pd.transfer.shares import num_shares
@@ -101,10 +101,10 @@ def _hash_seed(algorithm: str) -> str:
 
 def _page_isa(vllm_config: VllmConfig, block_size: int) -> str:
     """The CPU backend packs K as its instruction set likes it; of the two formats of pages that an
-    NPU has one works; elsewhere pages are plain.
+    NPU has one works; on GPUs most are plain.
     """
     if is_ascend(vllm_config):
         return "npu-nd"
     if vllm_config.device_config.device_type != "cpu":
-        return "plain"
+        return gpu_page_isa(built_with(vllm_config)[1])
     return f"{platform.machine()}-{cpu_page_isa(vllm_config, block_size)}"

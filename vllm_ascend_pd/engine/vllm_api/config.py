@@ -324,6 +324,24 @@ def lora_options(lora_config: LoRAConfig | None) -> tuple[object, ...]:
     return str(lora_config.lora_dtype), modules, lora_config.enable_tower_connector_lora
 
 
+def gpu_page_isa(kv_dtype: str) -> str:
+    """How this GPU writes pages that are as large on others: on SM100 the scales of V in NVFP4 are
+    in the order in which its kernels read them, below SM89 keys of 8 bits are another FP8.
+
+    Touches:
+        vllm/platforms/interface.py:Platform.get_device_capability
+        vllm/v1/attention/ops/triton_turboquant_decode.py:_use_fp8_e4b15
+            | vllm/v1/attention/ops/turboquant_soa/triton_turboquant_decode.py:_use_fp8_e4b15
+    """
+    from vllm.platforms import current_platform
+
+    if kv_dtype.startswith("nvfp4"):
+        return "sm100" if current_platform.get_device_capability()[0] == 10 else "plain"
+    if kv_dtype == "turboquant_k8v4":
+        return "e4b15" if current_platform.get_device_capability() < (8, 9) else "plain"
+    return "plain"
+
+
 def cpu_page_isa(config: VllmConfig, block_size: int) -> str:
     """The instruction set for which the CPU backend packs K in its pages.
 
