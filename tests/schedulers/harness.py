@@ -40,6 +40,8 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     SlidingWindowSpec,
+    get_mamba_prefill_checkpoint_position,
+    is_mamba_prefill_checkpoint_valid,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -131,11 +133,17 @@ class SimulatedRequest:
 class SimulatedWorker:
     """Executes scheduler outputs in order, as Model Runner V1 and the worker side do."""
 
-    def __init__(self, groups: Sequence[KVGroup], num_drafts: int = 0) -> None:
-        """``num_drafts`` follow each token that it samples; about half are right."""
+    def __init__(
+        self, groups: Sequence[KVGroup], num_drafts: int = 0, has_checkpoints: bool = False
+    ) -> None:
+        """``num_drafts`` follow each token that it samples; about half are right.
+        ``has_checkpoints``: a step leaves a state within a prompt, too.
+        """
         self.groups = groups
         self.num_drafts = num_drafts
         self.num_accepted = 0
+        self.has_checkpoints = has_checkpoints
+        self.num_checkpoints = 0
         self._draw = Random(num_drafts)
         self.blocks: defaultdict[int, list[int]] = defaultdict(lambda: [0] * BLOCK_SIZE)
         """What is in their slots: contents of requests, or garbage, which is negative."""
@@ -339,6 +347,8 @@ class SimulatedWorker:
         ends = [(column + i, end + i) for i in range(num_drafts + 1)]
         if boundary >= end:
             ends.append((boundary // BLOCK_SIZE - 1, boundary))
+        if self.has_checkpoints:
+            ends += self._checkpoints(request.num_computed, end + num_drafts)
         for at, behind in ends:
             content = request.content(behind - 1) if right else -next(self._garbage)
             if right and behind > end + num_accepted:
@@ -346,6 +356,14 @@ class SimulatedWorker:
             block_id = request.tables[group][at]
             assert block_id, "the state was given up"
             self.blocks[block_id] = [content] * BLOCK_SIZE
+
+    def _checkpoints(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The column of that within a step, and behind how many tokens it is."""
+        at = get_mamba_prefill_checkpoint_position(end, BLOCK_SIZE, bool(self.num_drafts))
+        if not is_mamba_prefill_checkpoint_valid(start, end, at, BLOCK_SIZE, BLOCK_SIZE, 1):
+            return []
+        self.num_checkpoints += 1
+        return [((end - 1) // BLOCK_SIZE - 1, at)]
 
     def _next_state(self, end: int, num_drafts: int, num_accepted: int) -> tuple[int, int]:
         column = (end + num_drafts - 1) // BLOCK_SIZE
@@ -401,7 +419,11 @@ class Engine:
 
     def __init__(self, scheduler: Scheduler, runs_ahead: bool) -> None:
         self.scheduler = scheduler
-        self.worker = SimulatedWorker(scheduler.pd.common.groups, scheduler.num_spec_tokens)
+        self.worker = SimulatedWorker(
+            scheduler.pd.common.groups,
+            scheduler.num_spec_tokens,
+            scheduler.mamba_has_prefill_checkpoint_blocks,
+        )
         self.runs_ahead = runs_ahead
         self.in_flight: deque[Step] = deque()
         self._num_idle_turns = 0

@@ -17,6 +17,7 @@ from tests.schedulers.harness import (
     WINDOW,
     Engine,
     Engines,
+    SimulatedRequest,
     prompt_of,
 )
 from vllm_ascend_pd.engine.metadata import StepMeta
@@ -253,3 +254,24 @@ def test_state_that_was_only_published_is_not_handed_to_another_engine(
     pd.common.loads.new.clear()
     producer.take_back(lease)
     engine.run_to_end()
+
+
+def test_state_that_a_step_leaves_within_it_is_taken_for_no_other(engines: Engines) -> None:
+    """With a drafter vLLM 0.30.0 has that behind 64 tokens of a prompt of 96 in the block of the
+    80th one."""
+    states = replace(
+        STATE,
+        num_speculative_blocks=1,
+        num_prefill_checkpoint_blocks=1,
+        prefill_checkpoint_alignment=1,
+    )
+    producer = engines.make("kv_producer", specs=(SPEC, states), num_drafts=1)
+    producer.add("p", prompt_of(96), CHOSEN, 1)
+    producer.run(lambda: bool(producer.params))
+    assert producer.worker.num_checkpoints == 1
+    [grant] = producer.worker.grants.values()
+    contents = SimulatedRequest(prompt_of(96), []).contents(96)
+    *_, early, whole = grant.block_ids[1]
+    assert set(producer.worker.blocks[whole]) == {contents[95]}
+    if early != NO_BLOCK:
+        assert set(producer.worker.blocks[early]) == {contents[79]}

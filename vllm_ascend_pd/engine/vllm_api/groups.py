@@ -257,11 +257,11 @@ def lasting_blocks(
     blocks = block_table(manager, request, group)[: group.tail_index(end) + 1]
     lasting = [block if index >= first else null for index, block in enumerate(blocks)]
     index = group.last_stop(end)
-    if group.stops_early and 0 <= index < len(lasting) - 1 and lasting[index].is_null:
-        # Where the rest was computed in two steps, the request has given it up.
+    if group.stops_early and 0 <= index < len(lasting) - 1:
+        # Where the rest was computed in two steps, the request has given it up; a step that leaves
+        # a state within it has one of other tokens in this block.
         cached = cached_block(manager.block_pool, request.block_hashes[index], group)
-        if cached is not None and is_whole(cached):
-            lasting[index] = cached
+        lasting[index] = cached if cached is not None and is_whole(cached) else null
     return lasting
 
 
