@@ -202,6 +202,20 @@ def test_saved_blocks_are_pinned_until_they_are_packed(world: World) -> None:
     assert (world.saves.num_pinned, world.saves.num_under_way) == (0, 0)
 
 
+def test_save_is_over_when_all_workers_say_so() -> None:
+    world = World(num_workers=2)
+    world.run_step(world.request(), 40)
+    (save,) = world.take(Save)
+    world.saves.on_packed(Packed(save.save_id))
+    assert world.saves.num_pinned == 2
+    world.saves.on_packed(Packed(save.save_id))
+    assert world.saves.num_pinned == 0
+    world.saves.on_saved(Saved(save.save_id, ("ok", "ok"), 1, 1.0))
+    assert world.saves.num_under_way == 1
+    world.saves.on_saved(Saved(save.save_id, ("ok", "failed"), 1, 1.0))
+    assert (world.saves.num_under_way, len(world.known)) == (0, 1)
+
+
 def test_step_whose_request_was_preempted_saves_nothing(world: World) -> None:
     """Which is what recovery from a failed load does, before the step is confirmed."""
     request = world.request()
@@ -626,6 +640,20 @@ def test_request_waits_for_its_lookup_and_offers_what_was_found(world: World) ->
     assert [prompt.has_block(i) for i in range(5)] == [True, False, True, False, False]
 
 
+def test_block_is_there_if_all_workers_have_it() -> None:
+    world = World(num_workers=2)
+    request = world.request()
+    world.source.add(request)
+    prompt = world.source.find(request)
+    assert prompt is not None
+    (lookup,) = world.take(Lookup)
+    none = Place.NOWHERE
+    for places in ([Place.DRAM, Place.DRAM, none, none], [Place.DRAM, none, Place.DRAM, none]):
+        assert prompt.pending
+        world.source.on_found(Found(lookup.lookup_id, bytes(places), True), world.now)
+    assert [prompt.has_block(i) for i in range(4)] == [True, False, False, False]
+
+
 @pytest.mark.parametrize("places", [[Place.NOWHERE] * 4, [Place.DRAM] * 9])
 def test_nothing_found_or_a_wrong_answer_offers_nothing(world: World, places: list[Place]) -> None:
     request = world.request()
@@ -639,10 +667,12 @@ def test_nothing_found_or_a_wrong_answer_offers_nothing(world: World, places: li
 def test_lookup_without_an_answer_ends_at_its_deadline(world: World) -> None:
     request = world.request()
     world.source.add(request)
-    world.now += 0.2
-    world.source.tick()
     prompt = world.source.find(request)
     assert prompt is not None
+    world.source.tick()
+    assert prompt.pending
+    world.now += 0.2
+    world.source.tick()
     assert prompt.state is SourceState.FAILED
     world.find([Place.DRAM] * 4)  # too late
     assert not prompt.offers

@@ -263,8 +263,13 @@ class Concurrent:
 @pytest.mark.parametrize("num_tokens", [17, 33, 96, 97, 100])
 @pytest.mark.parametrize("token_first", [True, False])
 def test_token_is_told_when_the_prompt_is_computed(
-    producer: Engine, consumer: Engine, num_tokens: int, token_first: bool
+    producer: Engine,
+    consumer: Engine,
+    num_tokens: int,
+    token_first: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(remote_prompt, "_FIRST_TOKEN_S", 3600.0)  # who has it waits no more
     both = Concurrent(producer, consumer, num_tokens, max_tokens=4)
     both.park()
     (load,) = consumer.worker.parked.values()

@@ -89,7 +89,7 @@ def test_streams_of_an_engine_that_died_do_not_ask_for_each_other() -> None:
         for i in range(num_streams):
             await line.wait(f"{i}", again=True, excluded={dead})
         assert line.admission.num_queued == num_streams
-        assert line.selector.num_asked <= 2 * num_streams
+        assert line.selector.num_asked < 3 * num_streams  # two each, and looks as time passes
         before = line.selector.num_asked
         line.admission.look()
         assert line.selector.num_asked == before + 1

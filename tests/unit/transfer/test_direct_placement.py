@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -46,9 +47,11 @@ class Script(FaultScript):
     def __init__(self, *faults: Fault) -> None:
         super().__init__(faults)
         self.requests: list[WriteRequest] = []
+        self.on_write: Callable[[], None] = lambda: None
 
     def next_fault(self, write: WriteRequest) -> Fault:
         self.requests.append(write)
+        self.on_write()
         return super().next_fault(write)
 
 
@@ -203,9 +206,14 @@ def test_pages_that_are_read_back_must_be_what_was_sent(
 # Failure: blocks rest until nobody writes into them.
 
 
-def test_blocks_of_a_failed_write_rest(make_pair: Callable[..., DirectPair]) -> None:
+@pytest.mark.parametrize("is_revoked", [False, True])
+def test_blocks_of_a_failed_write_rest(
+    make_pair: Callable[..., DirectPair], is_revoked: bool
+) -> None:
     pair = make_pair(FaultKind.FAIL)
     pair.grant(3)
+    if is_revoked:
+        pair.script.on_write = lambda: pair.grants.discard([pair.lease()])
     began = pair.clock()
     spec = pair.start((0,), (7,))
     result = pair.result()
@@ -300,7 +308,7 @@ def test_load_that_ends_before_its_fetch_leaves_is_written_by_nobody(
     spec = pair.spec((0,), (7,), in_step=False)
     before = pair.ours.bytes.copy()
     copier = pair.loader._copier
-    pair.loader._live_pages._copier = _Cancelling(copier, lambda: pair.loader.cancel(spec.load_id))
+    pair.loader._live_pages._copier = _Settling(copier, lambda: pair.loader.cancel(spec.load_id))
     pair.loader.start_load(spec)
     result = pair.result()
     assert (result.cause, result.num_resting) == (Cause.CANCELLED.value, 0)
@@ -309,14 +317,26 @@ def test_load_that_ends_before_its_fetch_leaves_is_written_by_nobody(
     np.testing.assert_array_equal(pair.ours.bytes, before)
 
 
-class _Cancelling:
-    def __init__(self, copier: Any, cancel: Callable[[], None]) -> None:
+def test_pages_are_written_when_nothing_launched_uses_them_on_either_side(
+    make_pair: Callable[..., DirectPair],
+) -> None:
+    pair, settled = make_pair(), []
+    for side in (pair.server, pair.loader._live_pages):
+        note = partial(lambda side: settled.append((side, len(pair.script.requests))), side)
+        side._copier = _Settling(side._copier, note)
+    pair.grant(3)
+    assert pair.load((0,), (7,)).cause == ""
+    assert settled == [(pair.loader._live_pages, 0), (pair.server, 0)]
+
+
+class _Settling:
+    def __init__(self, copier: Any, then: Callable[[], None]) -> None:
         self._copier = copier
-        self._cancel = cancel
+        self._then = then
 
     def settle(self, block_ids: Any) -> None:
         self._copier.settle(block_ids)
-        self._cancel()
+        self._then()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._copier, name)

@@ -355,6 +355,7 @@ def test_announced_lease_that_was_opened_early_is_renewed(book: LeaseBook, clock
 def test_heartbeat_for_another_start_is_ignored(
     book: LeaseBook, lease: Lease, clock: Clock
 ) -> None:
+    assert isinstance(book.open(make_open()), Opened)
     clock.now += LEASE_S - 1
     book.heartbeat(("t",), "before")
     clock.now += 1
