@@ -78,7 +78,6 @@ class Grants:
 
     def end_step(self) -> None:
         with self._lock:
-            self._num_layers_done = 0
             for lease in self._in_step:
                 grant = self._grants.get(lease)
                 if grant is not None:

@@ -138,6 +138,8 @@ def test_probes_of_an_open_breaker_become_rare() -> None:
         breaker.probe_failed(unreachable=True)
     assert waits == sorted(waits)
     assert waits[-1] == MAX_BACKOFF_S
+    breaker.probe_answered()
+    assert (breaker.closed, breaker.backoff_s) == (True, waits[0])
 
 
 def test_answered_probe_alone_does_not_hide_failing_requests() -> None:

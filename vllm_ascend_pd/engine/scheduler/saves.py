@@ -212,8 +212,7 @@ class Saves:
                     if group.state:  # there is one where the step stops
                         table = [block for block in table if not block.is_null]
                     ids.extend(map(_BLOCK_ID, table))
-        if any(block_ids):
-            step.ahead = self._announce(block_ids)
+        step.ahead = self._announce(block_ids)
         return step.ahead
 
     def _announce(self, block_ids: list[list[int]]) -> tuple[AheadSpec, ...]:
@@ -247,7 +246,7 @@ class Saves:
         num_packed = 0
         if self._evictions is None:
             if may_store and self._waiting:
-                num_packed = self._store_waiting(step.ahead_ids() if step.ahead else {})
+                num_packed = self._store_waiting(step.ahead_ids())
         elif may_store:
             self._store_next(self._evictions)
         if num_packed < len(step.ahead):
@@ -373,7 +372,7 @@ class Saves:
             _, group = split_key(good.block_hash)
             place = ahead_ids.get(good.block.block_id, 0), group
             save = saves.get(place)
-            if save is None or (not save.ahead_id and len(save.blocks) == self._blocks_per_save):
+            if save is None or len(save.blocks) == self._blocks_per_save:
                 if save is not None:
                     self._send_save(save)
                 save = saves[place] = _Save(group, self._clock(), place[0])
