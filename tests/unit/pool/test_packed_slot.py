@@ -25,6 +25,7 @@ from vllm_ascend_pd.pool.keys import KeySpace
 from vllm_ascend_pd.pool.link import PoolLink
 from vllm_ascend_pd.pool.memory_tier import MemoryTier
 from vllm_ascend_pd.pool.messages import AheadSpec, DropAhead, DropSaves, Packed, Save, Saved
+from vllm_ascend_pd.pool.packed_slot import PackedSlot
 from vllm_ascend_pd.pool.tier import Status, Value
 from vllm_ascend_pd.pool.values import BlockValues
 
@@ -222,6 +223,25 @@ def test_late_thread_packs_nothing_of_a_dropped_step(worker: Worker) -> None:
     worker.save((4,), ahead_id=3)
     assert worker.until(Saved).statuses == ("ok",)
     worker.check_stored(4)
+
+
+def test_nothing_is_packed_into_a_slot_that_has_gone_back(worker: Worker) -> None:
+    slot = worker.ahead_slots.acquire()
+    assert slot is not None
+    with PackedSlot(worker.values, slot, (2,)) as packing:
+        packing.pack(1)
+    packing.pack_all()
+    assert worker.copier.num_layers == 1
+
+
+def test_save_that_waits_for_a_slot_can_be_dropped(worker: Worker) -> None:
+    slot = worker.write_slots.acquire()
+    assert slot is not None
+    with slot:
+        worker.save((5,))
+        worker.wait(worker.io._saver._saves.empty)
+        worker.link.send(DropSaves(1))
+        assert worker.until(Saved).statuses == ("dropped",)
 
 
 def test_same_block_in_the_next_step_is_not_taken_from_the_last_one(worker: Worker) -> None:
