@@ -605,6 +605,19 @@ def test_source_counts_what_the_target_gives_up_as_cancelled(engines: Engines) -
     assert counts_of_moves(move.target) == {"resumes/move_no_memory": 1}
 
 
+@EACH_SHAPE
+@pytest.mark.parametrize(("max_rounds", "outcome"), [(0, "move_too_slow"), (1, "exact")])
+def test_last_blocks_are_left_for_when_it_has_stopped_after_so_many_rounds(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch, max_rounds: int, outcome: str
+) -> None:
+    monkeypatch.setattr(moves_in, "_MAX_ROUNDS", max_rounds)
+    move = Move(engines, **PATIENT)
+    move.begin()
+    move.run()
+    move.expect_one_answer()
+    assert move.outcome == outcome
+
+
 def test_two_engines_ask_for_one_request(engines: Engines) -> None:
     """One of them has it."""
     move = Move(engines, **PATIENT)

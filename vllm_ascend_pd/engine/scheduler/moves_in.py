@@ -53,6 +53,7 @@ logger = limited_logger(__name__)
 _EXPECTED = {False: Coming.ASKED, True: Coming.FREEZING}
 """In which state an answer is awaited, by whether it is frozen."""
 _MAX_ROUNDS = 8
+"""While it runs; when it has stopped there is one more."""
 _MAX_MISSING = 2
 """Blocks that are left for when it has stopped, beside the tail."""
 
@@ -191,7 +192,7 @@ class MovesIn(Part):
         elif not answer.is_frozen and len({place.block_index for place in missing}) <= _MAX_MISSING:
             self._advance(move, ComingEvent.FREEZE)
             self._ask_more(move, freeze=True)
-        elif move.num_rounds == _MAX_ROUNDS:
+        elif move.num_rounds == _MAX_ROUNDS + answer.is_frozen:
             self._fail(move, Cause.TOO_SLOW.value, f"{len(missing)} blocks are still missing")
         else:
             move.num_rounds += 1
