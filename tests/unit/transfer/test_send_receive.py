@@ -515,6 +515,19 @@ def test_parked_load_of_a_peer_that_writes_slowly_goes_on(make_pair: Callable[..
     assert len(pair.loader.take_results()) == 1
 
 
+def test_load_of_a_step_does_not_wait_for_a_peer_that_says_nothing(
+    make_pair: Callable[..., Pair],
+) -> None:
+    pair = make_pair(FaultScript(then=NEVER), write_timeout_s=1000.0)
+    pair.grant(0)
+    pair.loader.start_load(pair.spec((0,), (0,), timeout_s=1000.0))
+    wait_until(lambda: pair.receive_pool.num_free < NUM_SLOTS)
+    pair.pass_time(pair.loader.answer_timeout_s)
+    results: list[LoadResult] = []
+    wait_until(lambda: bool(results.extend(pair.loader.take_results()) or results))
+    assert [result.cause for result in results] == [Cause.DEADLINE.value]
+
+
 def test_parked_load_goes_on_after_its_own_process_was_stopped(
     make_pair: Callable[..., Pair],
 ) -> None:
