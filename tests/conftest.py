@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 from vllm_ascend_pd import envs
 from vllm_ascend_pd.log_limit import LimitRepeats
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 WAITING = ("contract", "e2e", "router", "schedulers")
 """Folders whose tests mostly wait."""
+settings.register_profile("patient", deadline=None)  # a busy host is no fault
+settings.load_profile("patient")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.request import Request, RequestStatus
 
@@ -391,7 +391,6 @@ def test_final_states_have_no_way_out() -> None:
     assert ends == {state for state in SourceState if state.final}
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 20), max_size=12))
 def test_every_way_through_the_table_ends_at_most_once(choices: list[int]) -> None:
     state, num_ends = SourceState.ASKED, 0

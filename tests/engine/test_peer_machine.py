@@ -439,7 +439,6 @@ TestTransfers = Transfers.TestCase
 TestTransfers.settings = settings(
     max_examples=200,
     stateful_step_count=50,
-    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

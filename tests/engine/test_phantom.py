@@ -338,7 +338,7 @@ def coordinator_of(groups: Sequence[KVGroup]) -> KVCacheCoordinator:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_hits_end_where_those_of_vllm_would_with_all_blocks_here(data: Any) -> None:
     reaches = [{}, *data.draw(st.lists(st.sampled_from(_REACHES), min_size=1, max_size=3))]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.test_pool_scheduler import World, keys
@@ -126,7 +126,6 @@ def test_a_block_is_where_its_slowest_share_is() -> None:
         assert fold_found(order) == found(DRAM, REMOTE, SSD, NOWHERE)
 
 
-@settings(deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 20))
 def test_places_fold_as_one_by_one(data: Any, num_workers: int, num_blocks: int) -> None:
     row = st.lists(

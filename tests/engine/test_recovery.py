@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine.peer_world import make_request
@@ -110,7 +110,6 @@ def test_of_a_load_that_fails_in_part_only_who_computed_on_that_is_affected() ->
     assert record.spoiled_users([]) == [a, b, c]
 
 
-@settings(deadline=None)
 @given(
     st.dictionaries(
         st.text(max_size=2), st.lists(st.integers(1, 20), max_size=6, unique=True), max_size=6

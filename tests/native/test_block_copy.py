@@ -162,7 +162,7 @@ def test_the_seed_changes_the_checksum(copier):
     assert len(sums) == 100
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=cases, seed=seeds)
 def test_gather_equals_the_naive_one(case, seed):
     for copier in COPIERS:
@@ -188,7 +188,7 @@ value_cases = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     case=value_cases, seed=seeds, stride_gap=st.integers(0, 70), stops=st.sets(st.integers(0, 4))
 )
@@ -255,7 +255,7 @@ def test_values_that_leave_their_memory_are_refused(copier, change, message):
     assert not case.staging.any()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(case=cases, seed=seeds)
 def test_scatter_undoes_gather_and_touches_nothing_else(case, seed):
     packed = case.packed

@@ -212,7 +212,7 @@ def test_any_body_is_answered_and_reaches_engines_unchanged() -> None:
         async with deployed() as d:
             bodies: list[bytes] = []
 
-            @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=150, suppress_health_check=list(HealthCheck))
             @given(FIELDS.map(lambda f: json.dumps(f).encode()) | st.binary(max_size=200))
             def collect(body: bytes) -> None:
                 bodies.append(body)

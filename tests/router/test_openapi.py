@@ -124,7 +124,6 @@ def test_operation(
         max_examples=50 if operation.body else 10,
         derandomize=True,
         database=None,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     def check(case: Case) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.errors import TransferError
@@ -127,7 +127,6 @@ def decode_or_refuse(frame: bytes) -> int:
     return num_decoded
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 @example(b"\x82\xa4type\xa7release\xabtransfer_id\xa1\xff")
 def test_any_bytes_are_a_message_or_a_transfer_error(frame: bytes) -> None:
@@ -145,7 +144,6 @@ def test_deep_nesting_is_a_transfer_error(
         decode(frame)
 
 
-@settings(deadline=None)
 @given(st.sampled_from(CONTROL + DATA), st.data())
 def test_any_change_of_a_message_is_a_message_or_a_transfer_error(
     message: ControlMessage | DataMessage, data: st.DataObject
@@ -233,7 +231,6 @@ _JSON = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(GOOD.to_params())), _JSON))
 def test_any_params_are_accepted_or_a_transfer_error(changes: dict[str, Any]) -> None:
     message = ""

@@ -260,6 +260,5 @@ TestPoolIO = PoolMachine.TestCase
 TestPoolIO.settings = settings(
     max_examples=15,
     stateful_step_count=20,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -275,7 +275,7 @@ ROWS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(
     ROWS,
     st.integers(1, 4),

@@ -102,7 +102,7 @@ def test_nothing_is_left_to_chance_before_the_way_with_prefill_is_known() -> Non
     assert "measuring" in [known.choose(100, 0) for _ in range(10)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(st.tuples(st.integers(-5, 5000), st.integers(0, 40), st.floats(0, 100)), max_size=300)
 )

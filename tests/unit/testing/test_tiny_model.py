@@ -118,7 +118,7 @@ def test_bfloat16_weights_are_the_float32_ones_rounded(model_dir: Path, tmp_path
             assert torch.equal(rounded.get_tensor(name), expected), name
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(text=st.text(max_size=60))
 def test_tokenizer_round_trips_any_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text).ids

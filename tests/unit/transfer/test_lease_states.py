@@ -43,7 +43,7 @@ class ProducerMachine(RuleBasedStateMachine):
 
 
 TestProducer = ProducerMachine.TestCase
-TestProducer.settings = settings(max_examples=60, stateful_step_count=15, deadline=None)
+TestProducer.settings = settings(max_examples=60, stateful_step_count=15)
 
 
 def test_table_names_every_state() -> None:

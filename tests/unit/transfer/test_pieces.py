@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_ascend_pd.transfer.pieces import Piece, plan_pieces
@@ -30,7 +30,6 @@ def pages_of(piece: Piece) -> list[tuple[int, int]]:
     return [(layer, block) for layer in layers for block in range(piece.start, piece.stop)]
 
 
-@settings(deadline=None)
 @given(loads(), st.integers(0, PAGE - 1))
 def test_every_page_is_in_exactly_one_piece(load: tuple[int, int, bool, int], rest: int) -> None:
     num_layers, num_blocks, has_tail, pages = load
@@ -40,7 +39,6 @@ def test_every_page_is_in_exactly_one_piece(load: tuple[int, int, bool, int], re
     assert set(seen.values()) == {1}
 
 
-@settings(deadline=None)
 @given(loads(), st.integers(0, PAGE - 1))
 def test_pieces_fit_the_slot(load: tuple[int, int, bool, int], rest: int) -> None:
     num_layers, num_blocks, has_tail, pages = load
@@ -50,7 +48,6 @@ def test_pieces_fit_the_slot(load: tuple[int, int, bool, int], rest: int) -> Non
         assert piece.num_bytes(PAGE) == len(pages_of(piece)) * PAGE
 
 
-@settings(deadline=None)
 @given(loads())
 def test_tail_travels_first_and_alone(load: tuple[int, int, bool, int]) -> None:
     num_layers, num_blocks, has_tail, pages = load
@@ -63,7 +60,6 @@ def test_tail_travels_first_and_alone(load: tuple[int, int, bool, int]) -> None:
         assert not piece.tail or is_last_block
 
 
-@settings(deadline=None)
 @given(loads())
 def test_early_layers_travel_before_late_ones(load: tuple[int, int, bool, int]) -> None:
     num_layers, num_blocks, has_tail, pages = load
