@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from dataclasses import replace
 from typing import Any
 
@@ -459,6 +460,29 @@ def test_client_that_does_not_read_is_cut_off() -> None:
             finally:  # or what is not closed is an error of another test
                 writer.transport.abort()
             del reader
+
+    run(test)
+
+
+def test_client_that_does_not_read_the_end_is_cut_off() -> None:
+    """Its engine has done its part, and is not kept for it."""
+
+    async def test() -> None:
+        async with deployed(0, 1, token_s=0.0005) as d:
+            with socket.socket() as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                sock.connect(("127.0.0.1", d.port))
+                body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 550}).encode()
+                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+                sock.sendall(head % len(body) + body)
+                running = d.router.moves.running
+                await until(lambda: bool(running))
+                (answering,) = running
+                sent = answering.job.trace.request.transport.get_extra_info("socket")
+                sent.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+                await until(lambda: not running)
+            assert d.decodes[0].num_given_up == 0
+            assert d.count("requests_total", outcome="disconnected") == 1
 
     run(test)
 

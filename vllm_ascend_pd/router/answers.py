@@ -16,7 +16,7 @@ from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.transcript import DONE, until_failure, without_comments
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Awaitable, Callable, Iterable
 
     from vllm_ascend_pd.router.admission import TooMany
     from vllm_ascend_pd.router.http_exchange import Response
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.router.selection import Unavailable
     from vllm_ascend_pd.router.trace import Trace
 
-NEVER_WAITS_BYTES = 32 << 10
-"""Below a transport's high-water mark (64 KiB): writing returns at once."""
+NEVER_WAITS_BYTES = 16 << 10
+"""A transport's low-water mark: below it nobody waits for the client, also who did before."""
 MAX_EVENT_BYTES = 16 << 20
 TELLS_ITS_END = (COMPLETIONS, CHAT, MESSAGES)
 """A stream of these that ends otherwise is broken."""
@@ -193,14 +193,14 @@ class EventStream:
         """Nothing more comes; ``failure``: and the client is told why."""
         assert self._answer is not None
         trace = self._trace
-        if failure is None:
-            trace.outcome = "ok"
-        else:
+        if failure is not None:
             trace.outcome, trace.error = "broken_stream", f"{trace.decode}: {failure}"
             message = "the engine failed after part of the answer was sent"
             message += f": {failure.kind.value}"
             await self.write(error_event(self._request.path, "broken_stream", message))
-        await self._answer.write_eof()
+        await self._while_it_reads(self._answer.write_eof())  # waits for all that was written
+        if failure is None:
+            trace.outcome = "ok"
         return self._answer
 
     async def _begin(self, response: Response) -> None:
@@ -276,10 +276,15 @@ class EventStream:
         transport = self._request.transport
         if transport is None or transport.get_write_buffer_size() + len(data) < NEVER_WAITS_BYTES:
             await answer.write(data)
-            return
-        # The client is behind: it may be slow, but not for ever.
-        stalled = asyncio.get_running_loop().call_later(self._idle_s, transport.abort)
+        else:
+            await self._while_it_reads(answer.write(data))
+
+    async def _while_it_reads(self, writing: Awaitable[None]) -> None:
+        """The client may be slow, but not for ever."""
+        transport = self._request.transport
+        abort = transport.abort if transport is not None else lambda: None
+        stalled = asyncio.get_running_loop().call_later(self._idle_s, abort)
         try:
-            await answer.write(data)
+            await writing
         finally:
             stalled.cancel()
