@@ -235,6 +235,14 @@ OWN_COPIES = {
     ),
     **dict.fromkeys(
         (
+            ("DyntraLBScheduler", "schedule"),
+            ("ProfilingChunkScheduler", "schedule"),
+            ("RecomputeScheduler", "schedule"),
+        ),
+        "copies of vLLM's, which count adapters as it does: docs/models.md says so",
+    ),
+    **dict.fromkeys(
+        (
             ("NPUWorker", "sleep"),
             ("NPUWorker", "wake_up"),
             ("CaMemAllocator", "sleep"),
@@ -267,6 +275,7 @@ REPLACED = {
     ("patch_pp_mtp.py", "Scheduler.update_from_output"): "original_update_from_output",
     ("patch_profiling_chunk.py", "cls.update_from_output"): "_original_update_from_output",
     ("patch_profiling_chunk.py", "EngineCore.__init__"): "original_init",
+    ("patch_profiling_chunk.py", "cls.schedule"): None,
     ("patch_model_runner.py", "upstream.GPUModelRunner.initialize_kv_cache"): None,
 }
 
