@@ -137,9 +137,10 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
             self.cancel(load_id)
         for _ in self._threads:
             self._batches.put((-1, next(self._order), None))
+        deadline = time.monotonic() + 2.0
         for thread in self._threads:
             if thread.is_alive():
-                thread.join(2.0)
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def start_load(self, spec: PoolLoadSpec) -> None:
         load = PoolLoad(
