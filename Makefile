@@ -53,7 +53,7 @@ test-quick: venv ## run the tests of the package's parts, and a hand-over betwee
 	$(PYTEST) -q -m "not slow" $(QUICK) $(PYTEST_ARGS)
 
 PIN_TESTS := tests/engine tests/schedulers $(addprefix tests/patches/test_,every_pin.py absent_package.py config_carrier.py \
-    graph_downgrade.py model_runner_v2.py drafts_on_cpu.py input_batch.py accepted_counts.py mla_on_cpu.py refused_at_start.py scheduler_mends.py worker_hooks.py) \
+    graph_downgrade.py model_runner_v2.py drafts_on_cpu.py input_batch.py accepted_counts.py mla_on_cpu.py refused_at_start.py worker_hooks.py) \
     $(addprefix tests/integration/test_,prefill_first.py decode_first.py pool.py failures.py aborts.py parked_loads.py \
     preemption.py reset.py identity.py speculation.py drafts.py seeds.py resume.py moves.py windows.py pool_windows.py \
     pipeline_parallel.py models_more.py two_versions.py)
