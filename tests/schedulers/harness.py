@@ -493,7 +493,8 @@ class Engine:
                 self.tokens[output.request_id] += output.new_token_ids
                 if output.kv_transfer_params is not None:
                     self.params[output.request_id] = output.kv_transfer_params
-                    expect_all_tokens(output.kv_transfer_params.get("provenance"))
+                    if self.tokens[output.request_id]:  # else none may have been computed
+                        expect_all_tokens(output.kv_transfer_params.get("provenance"))
         return step
 
     def num_counted(self, name: str) -> float:
