@@ -105,7 +105,6 @@ class SchedulerSide:
     # The step and its output.
 
     def build_step(self, scheduler_output: SchedulerOutput) -> StepMeta | None:
-        # Called in every pass of the scheduler.
         complete_new_requests(self.common.scheduler, scheduler_output)
         drop_padding(self.common.scheduler, scheduler_output)
         self._arrivals.begin_step(self.engine_core)
