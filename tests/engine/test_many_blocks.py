@@ -76,6 +76,18 @@ def test_blocks_that_are_computed_on_a_long_load_share_what_they_are_computed_on
     assert record.bad_block_ids([7]) == {7, *range(100, 200)}
 
 
+def test_running_requests_that_store_nothing_cost_a_step_little() -> None:
+    """They are behind prompts that are stored."""
+    world = World(put_decoded=False)
+    requests = {str(i): world.request(BLOCK_SIZE, name=str(i)) for i in range(100)}
+    for request in requests.values():
+        world.saves.skip(request, BLOCK_SIZE)
+        request.num_computed_tokens = 3 * BLOCK_SIZE
+    output: Any = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(requests, 1))
+    world.saves.note_step(output, requests)
+    assert num_calls(world.saves.confirm) < 20
+
+
 def test_request_without_memory_is_not_looked_through_in_each_pass() -> None:
     """Its source has more blocks than memory has room for."""
     pool = BlockPool(num_gpu_blocks=201, enable_caching=True, hash_block_size=BLOCK_SIZE)

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,7 +52,7 @@ from vllm_ascend_pd.pool.messages import (
 from vllm_ascend_pd.pool.tier import Status
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable
+    from collections.abc import Callable, Container, Sequence
 
     from vllm_ascend_pd.engine.scheduler.parts import Common
     from vllm_ascend_pd.engine.scheduler.pool_events import PoolEvents
@@ -83,6 +83,8 @@ class _Save:
     sent_at: float
     ahead_id: int = 0
     blocks: list[GoodBlock] = field(default_factory=list)
+    names: list[bytes] = field(default_factory=list)
+    """In the pool."""
     pinned: list[KVCacheBlock] = field(default_factory=list)
     is_late: bool = False
     is_forgotten: bool = False
@@ -161,7 +163,7 @@ class Saves:
         self._ids = count(1)
         self._last_id = 0
         self._ahead_ids = count(1)
-        self._packs_ahead = config.put and self._evictions is None
+        self._packs_ahead = self._evictions is None
         self._steps: deque[_Step] = deque()
         self._saved: dict[str, int] = {}
         """By request id: so many of its leading blocks have been looked at."""
@@ -190,6 +192,8 @@ class Saves:
         """A step is about to go out; ``num_computed_tokens`` are still those before it. What it may
         pack while it computes.
         """
+        if not self._config.put:
+            return ()
         resumes = self._clock() >= self._resume_at
         announces = self._packs_ahead and resumes and self.breaker.closed
         step = _Step([])
@@ -199,8 +203,11 @@ class Saves:
             request = requests[request_id]
             num_before = request.num_computed_tokens
             num_after = num_before + num_scheduled
-            if num_after // self._block_size > self._saved.get(request_id, 0):
-                step.requests.append((request, request.num_preemptions, num_after))
+            if not self._config.put_decoded:
+                num_after = min(num_after, known_end(request))
+            if num_after // self._block_size <= self._saved.get(request_id, 0):
+                continue  # so most requests in most steps
+            step.requests.append((request, request.num_preemptions, num_after))
             if announces and num_before < known_end(request):
                 start = num_before // self._block_size
                 stop = min(num_after, known_end(request)) // self._block_size
@@ -237,8 +244,6 @@ class Saves:
         if not self._steps:
             return
         step = self._steps.popleft()
-        if not self._config.put:
-            return
         for request, num_preemptions, num_computed in step.requests:
             if request.num_preemptions == num_preemptions and not request.is_finished():
                 self._note_good(request, num_computed)
@@ -280,9 +285,7 @@ class Saves:
             for index, block in enumerate(
                 block_table(self._manager, request, group)[start:end], start
             ):
-                # Of windows vLLM may have been asked to cache only some blocks.
-                if not block.is_null and block.block_hash is not None:
-                    self._note_good_block(request, index, group, block)
+                self._note_good_block(request, index, group, block)
         self._saved[request.request_id] = end
 
     def _cached_end(self, request: Request, start: int, end: int) -> int:
@@ -290,21 +293,21 @@ class Saves:
         for group in self._groups:
             if group.keeps_all:
                 table = block_table(self._manager, request, group)[start:end]
-                cached = takewhile(lambda block: block.block_hash is not None, table)
-                end = start + sum(1 for _ in cached)
+                end = next((i for i, b in enumerate(table, start) if b.block_hash is None), end)
         return end
 
     def _note_good_block(
         self, request: Request, index: int, group: KVGroup, block: KVCacheBlock
     ) -> None:
-        assert block.block_hash is not None
-        evictions = self._evictions
+        key, evictions = block.block_hash, self._evictions
+        if key is None or block.is_null:
+            return  # of windows vLLM may have been asked to cache only some blocks
         is_noted = evictions is not None and evictions.is_good(block)
-        if is_noted or (evictions is None and not self._is_wanted(block.block_hash)):
+        if is_noted or (evictions is None and not self._is_wanted(key)):
             return
         event = self._events.make_stored(request, index, group.id)
         tenant = tenant_of(salt_of_client(request)) if self._tells_tenants else ""
-        good = GoodBlock(block, block.block_hash, event, tenant)
+        good = GoodBlock(block, key, event, tenant)
         if evictions is not None:
             before = evictions.note_good(good)
         else:
@@ -328,6 +331,7 @@ class Saves:
         chosen: list[GoodBlock] = []
         seen: set[bytes] = set()
         room = self._room()
+        is_closed = self.breaker.closed
         while self._waiting and self.num_pinned + len(chosen) < self._max_pinned:
             block_id, good = next(iter(self._waiting.items()))
             if good.is_current() and self._is_wanted(good.block_hash):
@@ -336,7 +340,7 @@ class Saves:
                     pass
                 elif not is_used and room <= 0:
                     self._stats.add("pool_put_blocks", label=_EVICTED)  # which may be any moment
-                elif self._may_send():
+                elif is_closed or self._may_send():
                     seen.add(good.block_hash)
                     chosen.append(good)
                     room -= not is_used
@@ -365,21 +369,22 @@ class Saves:
         """While it is bypassed, one save now and then is the probe."""
         return self.breaker.closed or (not self._under_way and self.breaker.take_probe())
 
-    def _send_blocks(self, chosen: Iterable[GoodBlock], ahead_ids: dict[int, int]) -> int:
+    def _send_blocks(self, chosen: Sequence[GoodBlock], ahead_ids: dict[int, int]) -> int:
         """Those of one group, or of one of ``ahead_ids``, go together."""
         saves: dict[tuple[int, int], _Save] = {}
+        self._blocks.touch([good.block for good in chosen])
+        self.num_pinned += len(chosen)
         for good in chosen:
-            _, group = split_key(good.block_hash)
+            block_hash, group = split_key(good.block_hash)
             place = ahead_ids.get(good.block.block_id, 0), group
             save = saves.get(place)
             if save is None or len(save.blocks) == self._blocks_per_save:
                 if save is not None:
                     self._send_save(save)
                 save = saves[place] = _Save(group, self._clock(), place[0])
-            self._blocks.touch([good.block])
-            self.num_pinned += 1
             self._pending.add(good.block_hash)
             save.blocks.append(good)
+            save.names.append(self._name(block_hash))
             save.pinned.append(good.block)
         for save in saves.values():
             self._send_save(save)
@@ -389,9 +394,10 @@ class Saves:
         self._last_id = next(self._ids)
         self._under_way[self._last_id] = save
         block_ids = tuple(good.block.block_id for good in save.blocks)
-        names = tuple(self._name(split_key(good.block_hash)[0]) for good in save.blocks)
         tenants = tuple(good.tenant for good in save.blocks) if self._tells_tenants else ()
-        self._send(Save(self._last_id, block_ids, names, save.ahead_id, save.group, tenants))
+        self._send(
+            Save(self._last_id, block_ids, tuple(save.names), save.ahead_id, save.group, tenants)
+        )
 
     def on_packed(self, message: Packed) -> None:
         save = self._under_way.get(message.save_id)
@@ -412,11 +418,13 @@ class Saves:
         self._ended_at = self._clock()
         message = fold_saved(save.answers)
         self._unpin(save)
+        ok = Status.OK.value
         for good, status in zip(save.blocks, message.statuses, strict=True):
             self._pending.discard(good.block_hash)
-            self._stats.add("pool_put_blocks", label=status)
-            if status == Status.OK.value and not save.is_forgotten:
+            if status == ok and not save.is_forgotten:
                 self._events.stored(good.block_hash, good.event)
+        for status, num_blocks in Counter(message.statuses).items():
+            self._stats.add("pool_put_blocks", num_blocks, status)
         self._stats.add("pool_put_bytes", message.num_bytes)
         self._stats.add("pool_put_ms", message.elapsed_ms)
         if message.num_over_share:
