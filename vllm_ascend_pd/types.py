@@ -101,6 +101,12 @@ class Place(int):
         return place
 
     @classmethod
+    def of(cls, numbers: bytes) -> list[Place]:
+        """Of many lookups."""
+        places = {number: cls(number) for number in set(numbers)}
+        return [places[number] for number in numbers]
+
+    @classmethod
     def all(cls) -> list[Place]:
         """But nowhere."""
         return [place for number, place in sorted(cls._declared.items()) if number]

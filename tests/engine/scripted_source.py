@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource
@@ -33,8 +33,8 @@ class ScriptedSource(BlockSource):
     def has_tail(self, index: int) -> bool:
         return False
 
-    def load_ms(self, place: Wanted) -> float:
-        return 0.0
+    def load_ms(self, places: Sequence[Wanted]) -> list[float]:
+        return [0.0] * len(places)
 
     def make_load(self, *_: Any, **__: Any) -> NoReturn:
         raise AssertionError("no step takes its loads along")

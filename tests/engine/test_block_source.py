@@ -224,7 +224,7 @@ def test_what_was_found_is_offered(ready: BlockSource) -> None:
     assert not ready.holds_back()
     assert ready.num_blocks == NUM_BLOCKS
     assert [ready.has_block(index) for index in range(8)] == [True] * 6 + [False] * 2
-    assert ready.load_ms(Wanted(0)) > 0
+    assert ready.load_ms([Wanted(0)])[0] > 0
     assert ready.queued_status is RequestStatus.WAITING
 
 

@@ -19,6 +19,7 @@ from tests.engine.test_phantom import make_request as request_of
 from tests.engine.test_pool_scheduler import World
 from vllm_ascend_pd.engine.scheduler.loads import Loads
 from vllm_ascend_pd.engine.scheduler.phantom import Phantom, PhantomBlocks
+from vllm_ascend_pd.engine.vllm_api.blocks import block_key, block_keys
 from vllm_ascend_pd.kv.span import GroupBlocks, KVGroup, Span, Wanted
 from vllm_ascend_pd.pool.messages import Lookup
 from vllm_ascend_pd.transfer.leases import Lease, LeaseBook, Tail
@@ -86,6 +87,12 @@ def test_running_requests_that_store_nothing_cost_a_step_little() -> None:
     output: Any = SimpleNamespace(num_scheduled_tokens=dict.fromkeys(requests, 1))
     world.saves.note_step(output, requests)
     assert num_calls(world.saves.confirm) < 20
+
+
+def test_keys_of_many_blocks_are_those_of_each() -> None:
+    hashes: Any = request_of(4 * BLOCK_SIZE).block_hashes
+    for group in 0, 3:
+        assert [*block_keys(hashes, group)] == [block_key(one, group) for one in hashes]
 
 
 def test_request_without_memory_is_not_looked_through_in_each_pass() -> None:

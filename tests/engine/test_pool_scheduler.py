@@ -1072,7 +1072,7 @@ def decide(world: World, number: int, places: list[Place], load_ms: float = 1.0)
     world.find([*places, Place.NOWHERE][: len(request.block_hashes)])
     prompt = world.source.find(request)
     assert prompt is not None
-    wanted = [prompt.load_ms(Wanted(i)) for i in range(len(places))]
+    wanted = prompt.load_ms([Wanted(i) for i in range(len(places))])
     decided = plan(Question(wanted, prompt.compute_ms, LoadMode.AUTO, 50.0, 5000.0, False))
     prompt.use(decided, len(places))
     if decided.num_blocks:

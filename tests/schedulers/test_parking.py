@@ -143,7 +143,7 @@ def test_abort_before_the_parked_load_left_frees_after_the_report(
 def test_loads_of_one_step_hold_it_up_no_longer_than_one_may(
     producer: Engine, engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RemotePrompt, "load_ms", lambda source, place: 5.0)
+    monkeypatch.setattr(RemotePrompt, "load_ms", lambda source, places: [5.0] * len(places))
     consumer = engines.make("kv_consumer", load_mode="auto", max_step_load_ms=50.0)
     starts = {"a": 0, "b": 500, "c": 200}
     for name, start in starts.items():

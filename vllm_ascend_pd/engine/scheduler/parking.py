@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.scheduler.loads import TailBlock
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceEvent
-from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
+from vllm_ascend_pd.engine.vllm_api.blocks import cached_blocks
 from vllm_ascend_pd.engine.vllm_api.groups import block_table
 from vllm_ascend_pd.kv.span import Wanted
 
@@ -75,10 +75,12 @@ class Parking:
         kept = [
             block
             for group in self._groups
-            for block_hash in request.block_hashes[
-                group.first_needed(num_kept * group.block_size) : num_kept
-            ]
-            if (block := cached_block(self._blocks, block_hash, group)) is not None
+            for block in cached_blocks(
+                self._blocks,
+                request.block_hashes[group.first_needed(num_kept * group.block_size) : num_kept],
+                group,
+            )
+            if block is not None
         ]
         self._blocks.touch(kept)
         num_tails = len(self._groups) if source.has_tail(num_full) else 0

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, cast
 
-from vllm_ascend_pd.engine.vllm_api.blocks import cached_block, enter_blocks
+from vllm_ascend_pd.engine.vllm_api.blocks import cached_block, cached_blocks, enter_blocks
 from vllm_ascend_pd.kv.span import Wanted
 
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ class PhantomBlocks:
         tables: list[Table] = [list(blocks) for blocks in hits]
         for group, table in zip(self._groups, tables, strict=True):
             if group.keeps_all:
-                for index in range(start, stop):
-                    block = self._cached(request, index, group)
+                hashes = request.block_hashes[start:stop]
+                for index, block in enumerate(cached_blocks(self._blocks, hashes, group), start):
                     if block is None and not has_block(index, group.id):
                         stop = index
                         break

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.engine.vllm_api.blocks import block_key, split_key
+from vllm_ascend_pd.engine.vllm_api.blocks import block_keys, split_key
 from vllm_ascend_pd.engine.vllm_api.events import stored, tell_removed, tell_stored
 from vllm_ascend_pd.types import Place
 
@@ -36,6 +36,8 @@ class PoolEvents:
         self._stores_to = stores_to
         self._blocks = pool
         self._known = known
+        self.is_recent = known.is_recent
+        """Of a key: whether it was found or stored not longer ago than that."""
         self._groups = groups
 
     def make_stored(self, request: Request, index: int, group: int) -> BlockStored | None:
@@ -44,16 +46,15 @@ class PoolEvents:
             return None
         return stored(request, index, self._groups[group])
 
-    def found(self, request: Request, index: int, group: int, place: Place) -> None:
-        """A lookup has found block ``index`` there."""
-        key = block_key(request.block_hashes[index], group)
-        before = self._known.note(key, place)
-        if before.medium != place.medium:
-            self._publish(key, before, place, self.make_stored(request, index, group))
-
-    def is_recent(self, key: bytes, age_s: float) -> bool:
-        """Whether it was found or stored not longer ago than that."""
-        return self._known.is_recent(key, age_s)
+    def found(
+        self, request: Request, indices: Sequence[int], group: int, places: Sequence[Place]
+    ) -> None:
+        """A lookup has found these blocks of ``request`` there."""
+        keys = block_keys(map(request.block_hashes.__getitem__, indices), group)
+        for index, key, place in zip(indices, keys, places, strict=True):
+            before = self._known.note(key, place)
+            if before.medium != place.medium:
+                self._publish(key, before, place, self.make_stored(request, index, group))
 
     def stored(self, key: bytes, event: BlockStored | None) -> None:
         """It has just been put there; ``event`` is from ``make_stored``."""

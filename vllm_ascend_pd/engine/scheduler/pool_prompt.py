@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceState
@@ -67,7 +68,7 @@ class PoolPrompt(BlockSource):
         self.loaded: set[int] = set()
         """Blocks that loads have brought in."""
         self._pool = source
-        self._places: list[dict[int, int]] = [{} for _ in source.groups]
+        self._places: list[dict[int, Place]] = [{} for _ in source.groups]
         """By group and index: of what has been asked for."""
         self._hopes = False
         """Whether what has not been asked for counts as being there."""
@@ -81,7 +82,7 @@ class PoolPrompt(BlockSource):
         at = 0
         for group, indices in asked:
             own = places[at : at + len(indices)]
-            self._places[group].update(zip(indices, own, strict=True))
+            self._places[group].update(zip(indices, Place.of(own), strict=True))
             if num_there := len(own.rstrip(b"\0")):
                 self._num_blocks = max(self._num_blocks, indices[num_there - 1] + 1)
             at += len(indices)
@@ -136,10 +137,11 @@ class PoolPrompt(BlockSource):
         return self._places[group].get(index, self._hopes) > 0
 
     def place_of(self, index: int, group: int = 0) -> Place:
-        return Place(self._places[group][index]) if self.has_block(index, group) else Place.NOWHERE
+        return self._places[group][index] if self.has_block(index, group) else Place.NOWHERE
 
-    def load_ms(self, place: Wanted) -> float:
-        return self._pool.load_ms(self.place_of(*place), place.group)
+    def load_ms(self, places: Sequence[Wanted]) -> list[float]:
+        load_ms = cache(self._pool.load_ms)
+        return [load_ms(self.place_of(*place), place.group) for place in places]
 
     @property
     def compute_ms(self) -> float:
@@ -257,7 +259,7 @@ class PoolPrompt(BlockSource):
         tail = size.tail_index(self.end)
         for index in indices:
             num_tokens = size.block_size - (index == tail)
-            places = (self.place_of(index, group.id) for group in self._pool.groups)
+            places = [self.place_of(index, group.id) for group in self._pool.groups]
             by_place[max(places) or Place.DRAM] += num_tokens
         # Some may have been evicted since; what is not known to be elsewhere was in DRAM.
         excess = sum(by_place.values()) - num_pool

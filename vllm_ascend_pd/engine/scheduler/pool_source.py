@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.config import LoadFromPool, LoadMode
 from vllm_ascend_pd.engine.scheduler.pool_prompt import Asked, PoolPrompt, num_asked
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
-from vllm_ascend_pd.engine.vllm_api.blocks import block_key
+from vllm_ascend_pd.engine.vllm_api.blocks import block_key, block_keys
 from vllm_ascend_pd.engine.vllm_api.status import queue_as, wait_for_kv
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.kv.cost import Speed
@@ -236,8 +236,9 @@ class PoolSource:
         is_recent = self._events.is_recent
         asked = []
         for group in self.groups:
-            used = range(group.first_needed(end), num_blocks)
-            indices = [i for i in used if not is_recent(block_key(hashes[i], group.id), _REFRESH_S)]
+            first = group.first_needed(end)
+            keys = block_keys(hashes[first:num_blocks], group.id)
+            indices = [i for i, key in enumerate(keys, first) if not is_recent(key, _REFRESH_S)]
             if indices:
                 asked.append(Asked(group.id, indices))
         if asked:
@@ -401,8 +402,7 @@ class PoolSource:
         """What is there need not be stored again."""
         at = 0
         for group, indices in asked:
-            for index, place in zip(indices, places[at:], strict=False):
-                self._events.found(request, index, group, Place(place))
+            self._events.found(request, indices, group, Place.of(places[at : at + len(indices)]))
             at += len(indices)
 
     def _usable(self, request: Request, asked: Sequence[Asked], places: bytes) -> bytes:

@@ -32,7 +32,7 @@ class PrefillMeter(Part):
 
     def begin_step(self, output: SchedulerOutput, meta: StepMeta) -> None:
         nums_tokens = output.num_scheduled_tokens.values()
-        num_tokens = sum(num for num in nums_tokens if num >= _MIN_TOKENS)
+        num_tokens = sum([num for num in nums_tokens if num >= _MIN_TOKENS])
         is_prefill = 2 * num_tokens >= sum(nums_tokens)
         self._steps.append((self._clock(), num_tokens if is_prefill else 0))
 

@@ -53,8 +53,9 @@ class PeerSource(BlockSource):
         self.control = control
         self.peer = peers.known.of(control)
 
-    def load_ms(self, place: Wanted) -> float:
-        return self._peers.load_ms(self.peer, place.group)
+    def load_ms(self, places: Sequence[Wanted]) -> list[float]:
+        of_group = [self._peers.load_ms(self.peer, group.id) for group in self._peers.groups]
+        return [of_group[place.group] for place in places]
 
     def load_ended(
         self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
@@ -222,7 +223,9 @@ class RemotePrompt(PeerSource):
 
     def has_block(self, index: int, group: int = 0) -> bool:
         """Its peer keeps what whoever goes on behind the span needs."""
-        return index < self.num_blocks and self._groups[group].is_kept(index, self.end)
+        # Asked for each block: all but the last one can be told at once.
+        is_there = index < self._num_blocks or index < self.num_blocks
+        return is_there and self._groups[group].is_kept(index, self.end)
 
     def has_tail(self, index: int) -> bool:
         follows = self._first_token_follows and not self.is_continued

@@ -56,7 +56,10 @@ class SourceState(Enum):
 
     @property
     def final(self) -> bool:
-        return self in (SourceState.DONE, SourceState.FAILED, SourceState.ABORTED)
+        return self in _FINAL
+
+
+_FINAL = (SourceState.DONE, SourceState.FAILED, SourceState.ABORTED)
 
 
 class SourceEvent(Enum):
@@ -187,8 +190,8 @@ class BlockSource(ABC):
         return False
 
     @abstractmethod
-    def load_ms(self, place: Wanted) -> float:
-        """How long loading this block is expected to take."""
+    def load_ms(self, places: Sequence[Wanted]) -> list[float]:
+        """How long loading each of these blocks is expected to take."""
 
     @property
     def compute_ms(self) -> float:

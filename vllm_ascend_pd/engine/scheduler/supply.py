@@ -157,10 +157,10 @@ class Supply:
         """What of the missing blocks is loaded, and whether beside the steps."""
         num_offered = missing[-1].block_index + 1
         load_ms: list[float | None] = [None] * num_offered
-        for place in missing:
+        for place, block_ms in zip(missing, source.load_ms(missing), strict=True):
             # Of windows a source is known to have those of its own end: it is all or nothing.
             at = (missing[0] if self._has_windows else place).block_index
-            load_ms[at] = (load_ms[at] or 0.0) + source.load_ms(place)
+            load_ms[at] = (load_ms[at] or 0.0) + block_ms
         decided = plan(
             Question(
                 load_ms=load_ms,
@@ -260,10 +260,9 @@ class Supply:
         if not hits[0] and self.is_idle:
             return False
         phantoms = [phantom for table in hits for phantom in self._phantoms.claim(table)]
-        for phantom in phantoms:
-            self._loads.claim(request, phantom.source, [phantom])
-        plans = (source.plan for source in {phantom.source for phantom in phantoms})
-        self._step_ms += sum(made.load_ms for made in plans if made is not None)
+        for used in dict.fromkeys(phantom.source for phantom in phantoms):
+            self._loads.claim(request, used, [p for p in phantoms if p.source is used])
+            self._step_ms += used.plan.load_ms if used.plan is not None else 0.0
         num_blocks = len(hits[0])
         source = self.source_of(request) or self._find(request)
         num_tail = self._parking.take_tail(source, num_blocks) if source is not None else 0

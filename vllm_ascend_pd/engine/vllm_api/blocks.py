@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
@@ -12,7 +12,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from vllm_ascend_pd.engine.vllm_api.types import (
         BlockHash,
@@ -30,6 +30,13 @@ def block_key(block_hash: BlockHash, group: int) -> BlockHashWithGroupId:
     return make_block_hash_with_group_id(block_hash, group)
 
 
+def block_keys(hashes: Iterable[BlockHash], group: int) -> Iterator[BlockHashWithGroupId]:
+    """``block_key`` of each, which appends the same to all of them."""
+    suffix = make_block_hash_with_group_id(b"", group)
+    keys = (block_hash + suffix for block_hash in hashes)
+    return cast("Iterator[BlockHashWithGroupId]", keys)
+
+
 def split_key(key: bytes) -> tuple[bytes, int]:
     """The hash of the tokens, and the KV cache group."""
     return bytes(get_block_hash(key)), get_group_id(key)
@@ -38,6 +45,13 @@ def split_key(key: bytes) -> tuple[bytes, int]:
 def cached_block(pool: BlockPool, block_hash: BlockHash, group: KVGroup) -> KVCacheBlock | None:
     """The block of the prefix cache with that content."""
     return pool.cached_block_hash_to_block.get_one_block(block_key(block_hash, group.id))
+
+
+def cached_blocks(
+    pool: BlockPool, hashes: Iterable[BlockHash], group: KVGroup
+) -> Iterator[KVCacheBlock | None]:
+    """``cached_block`` of each, when it is asked for."""
+    return map(pool.cached_block_hash_to_block.get_one_block, block_keys(hashes, group.id))
 
 
 def enter_blocks(

@@ -255,7 +255,7 @@ def lasting_blocks(
     first = group.first_kept(end)
     null = manager.block_pool.null_block
     blocks = block_table(manager, request, group)[: group.tail_index(end) + 1]
-    lasting = [block if index >= first else null for index, block in enumerate(blocks)]
+    lasting = [null] * min(first, len(blocks)) + blocks[first:]
     index = group.last_stop(end)
     if group.stops_early and 0 <= index < len(lasting) - 1:
         # Where the rest was computed in two steps, the request has given it up; a step that leaves
