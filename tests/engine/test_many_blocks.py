@@ -77,6 +77,36 @@ def test_blocks_that_are_computed_on_a_long_load_share_what_they_are_computed_on
     assert record.bad_block_ids([7]) == {7, *range(100, 200)}
 
 
+def test_blocks_of_those_that_load_are_gone_through_once_a_pass() -> None:
+    """Where there are windows it is noted for each request of a pass what others compute."""
+    loads = Loads()
+    tables: dict[Any, Any] = {}
+    for i in range(30):
+        request: Any = make_request([0], {})
+        tables[request] = [_Table(blocks_of(range(100 * i, 100 * i + 100)))]
+        own = next(iter(tables[request][0]))
+        source = ScriptedSource(request, 1)
+        loads.claim(request, source, [Phantom(own, own.block_hash, source, Wanted(0))])
+        loads.note_begin(request, 1)
+        loads.note_computed(tables.__getitem__)
+    assert max(table.num_looks for (table,) in tables.values()) < 5
+    assert all(len(record.computed_on) == 99 for record in loads.new)
+    last = list(tables)[-1]
+    tables[last] = [[*tables[last][0], *blocks_of(range(5000, 5001))]]
+    loads.note_computed(tables.__getitem__)
+    assert len(loads.new[-1].computed_on) == 100
+
+
+class _Table(list[Any]):
+    """A table of blocks that counts how often all of them are looked at."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Any:
+        self.num_looks += 1
+        return super().__iter__()
+
+
 def test_running_requests_that_store_nothing_cost_a_step_little() -> None:
     """They are behind prompts that are stored."""
     world = World(put_decoded=False)

@@ -154,6 +154,8 @@ class Loads:
         self._coming: dict[tuple[bytes, int], list[LoadRecord]] = {}
         """Parked loads under way, by what they bring in."""
         self._begins: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+        self._tables: dict[Request, _Tables] = {}
+        """Of users in this pass, in which each of them gets blocks once at most."""
         self._cancels: list[LoadId] = []
         self._resting: dict[LoadId, list[KVCacheBlock]] = {}
         self._num_resting: Counter[LoadId] = Counter()
@@ -298,12 +300,12 @@ class Loads:
         """Remember what this step computes on top of loads whose end is not known yet, in whatever
         group: a layer reads what those before it have made of the KV of other groups.
         """
-        tables_of: dict[Request, _Tables] = {}
         for record in self.in_steps():
             filled = record.places().keys()
             for user, on in record.users.items():
-                if (tables := tables_of.get(user)) is None:
-                    tables = tables_of[user] = _Tables(get_tables(user), self.begin_of(user))
+                blocks, tables = get_tables(user), self._tables.get(user)
+                if tables is None or tables.num_blocks != sum(map(len, blocks)):
+                    tables = self._tables[user] = _Tables(blocks, self.begin_of(user))
                 on |= filled & tables.block_ids
                 for block_id in record.computed_on.keys() & tables.shared_ids:
                     on |= record.computed_on[block_id][1]
@@ -322,6 +324,7 @@ class Loads:
 
     def take_new(self) -> tuple[LoadSpec | PoolLoadSpec, ...]:
         """The loads that the worker starts in this step."""
+        self._tables.clear()
         if not self.new:
             return ()
         new, self.new = self.new, []
@@ -366,6 +369,7 @@ class _Tables:
     """A user's blocks, of all groups."""
 
     def __init__(self, tables: Sequence[Sequence[KVCacheBlock]], begin: int) -> None:
+        self.num_blocks = sum(map(len, tables))
         self.block_ids = {block.block_id for table in tables for block in table}
         self.shared_ids = {block.block_id for table in tables for block in table[:begin]}
         self.computed = [
