@@ -15,7 +15,7 @@ from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.types import Cause, LoadId
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 logger = limited_logger(__name__)
 
@@ -52,6 +52,8 @@ class Loader(ABC, Generic[SpecT, LoadT]):
         self._clock = clock
         self._loads: dict[LoadId, list[LoadT]] = {}
         """The parts of each load whose result has not been taken; main thread only."""
+        self._for_steps: list[LoadT] = []
+        """Those that steps wait for, until they have ended; main thread only."""
         self._landed = threading.Condition()
 
     @abstractmethod
@@ -84,7 +86,7 @@ class Loader(ABC, Generic[SpecT, LoadT]):
 
     def in_step_under_way(self) -> bool:
         """Whether an in-step load has not ended yet."""
-        return any(True for _ in self._in_step())
+        return bool(self._in_step())
 
     def take_results(self) -> list[LoadResult]:
         """The loads that ended since the last call."""
@@ -120,11 +122,15 @@ class Loader(ABC, Generic[SpecT, LoadT]):
         """What the loads whose results have not been taken have brought so far."""
         return sum(load.num_bytes for load in chain.from_iterable(self._loads.values()))
 
-    def _in_step(self) -> Iterator[LoadT]:
-        """Those that are under way."""
-        for load in chain.from_iterable(self._loads.values()):
-            if load.in_step and load.ended is None:
-                yield load
+    def _add(self, load_id: LoadId, loads: list[LoadT]) -> None:
+        """It is about to begin, in these parts."""
+        self._loads[load_id] = loads
+        self._for_steps += [load for load in loads if load.in_step]
+
+    def _in_step(self) -> list[LoadT]:
+        """Those that are under way. Each layer asks, and many others may be beside them."""
+        self._for_steps = [load for load in self._for_steps if load.ended is None]
+        return self._for_steps
 
     def _wait(self, load: LoadT, landed: Callable[[], bool]) -> None:
         if landed():

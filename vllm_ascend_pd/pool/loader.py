@@ -152,7 +152,7 @@ class PoolLoader(Loader[PoolLoadSpec, PoolLoad]):
         )
         batches = [batch for part in spec.blocks for batch in self._divide(load, part)]
         load.num_batches = len(batches)
-        self._loads[spec.load_id] = [load]
+        self._add(spec.load_id, [load])
         self._replace_held()
         for batch in batches:
             # A step that waits goes before loads that nobody waits for yet.

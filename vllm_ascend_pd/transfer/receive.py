@@ -133,7 +133,7 @@ class PeerLoader(Reactor, Loader[LoadSpec, PeerLoad]):
         ]
         for load in loads:
             load.others = [other for other in loads if other is not load]
-        self._loads[spec.load_id] = loads
+        self._add(spec.load_id, loads)
 
         def begin() -> None:
             self._active += loads
