@@ -48,3 +48,29 @@ def copy_with_other_tensors(source: Path, out: Path, pattern: str) -> Path:
         file.write_bytes(data)
     assert num_turned
     return out
+
+
+def copy_with_experts(source: Path, out: Path, num_experts: int = 4) -> Path:
+    """The folder ``source``, of Qwen3, at ``out``, as one of Qwen3-MoE: each expert has a part of
+    the rows of what was one for all tokens, of which a token takes two.
+    """
+    shutil.copytree(source, out)
+    config = json.loads((out / "config.json").read_text())
+    config |= {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    config |= {"num_experts": num_experts, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config |= {"moe_intermediate_size": config["intermediate_size"] // num_experts}
+    config |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
+    (out / "config.json").write_text(json.dumps(config))
+    random = np.random.default_rng(0)
+    for file in out.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if ".mlp." in name]:
+            layer, _, projection = name.partition(".mlp.")
+            parts = np.split(tensors.pop(name), num_experts, axis=int("down" in projection))
+            for i, part in enumerate(parts):
+                own = np.ascontiguousarray(part)
+                tensors[f"{layer}.mlp.experts.{i}.{projection}"] = own
+            gate = random.standard_normal((num_experts, config["hidden_size"]), np.float32)
+            tensors[f"{layer}.mlp.gate.weight"] = gate
+        save_file(tensors, file)
+    return out

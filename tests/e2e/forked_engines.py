@@ -147,6 +147,7 @@ def _launch() -> None:
         "vllm.entrypoints.cli.serve",
         "vllm.entrypoints.openai.api_server",
         "vllm.v1.engine.async_llm",
+        "tests.e2e.experts_on_cpu",
     )
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     for line in sys.stdin:
