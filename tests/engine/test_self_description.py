@@ -14,7 +14,9 @@ from vllm_ascend_pd.registration import Registration
 from vllm_ascend_pd.types import Epoch
 
 
-def described(engine_id: str, rank: int, endpoint: str = "tcp://*:5557") -> Registration:
+def described(
+    engine_id: str, rank: int, endpoint: str = "tcp://*:5557", *, is_external: bool = False
+) -> Registration:
     transfer: Any = SimpleNamespace(
         kv_role="kv_producer",
         engine_id=engine_id,
@@ -32,7 +34,9 @@ def described(engine_id: str, rank: int, endpoint: str = "tcp://*:5557") -> Regi
     scheduler: Any = SimpleNamespace(
         vllm_config=SimpleNamespace(
             model_config=SimpleNamespace(served_model_name="tiny"),
-            parallel_config=SimpleNamespace(data_parallel_index=rank),
+            parallel_config=SimpleNamespace(
+                data_parallel_index=rank, data_parallel_external_lb=is_external
+            ),
             kv_transfer_config=transfer,
             kv_events_config=events,
         ),
@@ -50,6 +54,14 @@ def described(engine_id: str, rank: int, endpoint: str = "tcp://*:5557") -> Regi
 def test_rank_is_told_by_index_and_engine_id(engine_id: str, rank: int, found: int | None) -> None:
     """Of a dense model vLLM tells each rank that it is alone."""
     assert described(engine_id, rank).data_parallel_rank == found
+
+
+def test_rank_with_a_front_end_of_its_own_has_no_number_there() -> None:
+    """That takes 0 only, whichever rank it is. Its events are where vLLM has the rank publish."""
+    told = described("p_dp1", 1, is_external=True)
+    assert told.data_parallel_rank is None
+    assert told.kv_events is not None
+    assert told.kv_events.endpoint == "tcp://127.0.0.1:5558"
 
 
 @pytest.mark.parametrize("everywhere", ["*", "0.0.0.0", "[::]"])

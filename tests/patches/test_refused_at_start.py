@@ -52,19 +52,19 @@ def configure(model: str, *options: str) -> Any:
     arguments = ["--model", model, "--max-model-len", "512", *options]
     arguments += ["--kv-transfer-config", json.dumps(IN_ENGINE)]
     parsed = AsyncEngineArgs.from_cli_args(serve_parser().parse_args(arguments))
-    return parsed.create_engine_config(headless="--data-parallel-start-rank" in options)
+    return parsed.create_engine_config(headless="--data-parallel-start-rank=1" in options)
 
 
 REFUSED = {
-    "a rank of its own": (["--data-parallel-rank=0"], "front ends of their own"),
     "ranks of a node": (
-        ["--data-parallel-size-local=1", "--data-parallel-hybrid-lb"],
-        "front ends of their own",
+        ["--data-parallel-size=4", "--data-parallel-size-local=2", "--data-parallel-hybrid-lb"],
+        "front ends with several data parallel ranks each",
     ),
     "ranks of another node": (
         ["--data-parallel-size-local=1", "--data-parallel-start-rank=1"],
-        "on several hosts",
+        "on several hosts behind one front end",
     ),
+    "nodes": (["--nnodes=2", "--node-rank=1", "--data-parallel-external-lb"], "--nnodes above 1"),
     "another connector": (["--kv-offloading-size=1"], "--kv-offloading-size"),
     "micro-batches": (
         ["--ubatch-size=2", "--all2all-backend=deepep_low_latency"],
@@ -79,6 +79,34 @@ def test_data_parallel_ranks_behind_one_front_end_are_not_refused(
 ) -> None:
     model = request.getfixturevalue("model" if kind == "dense" else "moe")
     assert configure(model, "--data-parallel-size=2").parallel_config.data_parallel_size == 2
+
+
+OF_ONE_RANK = ["--data-parallel-size-local=1", "--data-parallel-hybrid-lb"]
+
+
+@pytest.mark.parametrize("options", [["--data-parallel-rank=1"], OF_ONE_RANK])
+def test_data_parallel_ranks_with_a_front_end_each_are_not_refused(
+    moe: str, options: list[str]
+) -> None:
+    """vLLM makes the same of the only rank of a node as of a rank that is named."""
+    config = configure(moe, "--data-parallel-size=2", *options)
+    assert config.parallel_config.data_parallel_external_lb
+
+
+def test_front_ends_of_dense_ranks_are_refused(model: str) -> None:
+    """vLLM's check, which comes first, misses the only ranks of their nodes; these end later."""
+    with pytest.raises(ValueError, match="start engines without --data-parallel options"):
+        configure(model, "--data-parallel-size=2", *OF_ONE_RANK)
+
+
+@pytest.mark.parametrize("option", ["--data-parallel-multi-port-external-lb", "-dpm"])
+def test_front_ends_that_one_command_starts_are_refused(
+    moe: str, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    """All have its words, so none could say at which port it is."""
+    monkeypatch.setattr(sys, "argv", ["vllm", "serve", moe, option])
+    with pytest.raises(ValueError, match="front ends that one command starts"):
+        configure(moe, "--data-parallel-size=2", "--data-parallel-rank=1")
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
@@ -108,7 +136,7 @@ def test_offline_ranks_are_refused(moe: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VLLM_DP_SIZE", "2")
     monkeypatch.setenv("VLLM_DP_RANK", "1")
     transfer = KVTransferConfig(**IN_ENGINE)
-    with pytest.raises(ValueError, match="several front ends"):
+    with pytest.raises(ValueError, match="VLLM_DP_RANK"):
         EngineArgs(model=moe, max_model_len=512, kv_transfer_config=transfer).create_engine_config()
 
 

@@ -39,6 +39,14 @@ RESERVED = frozenset({"host", "port", "kv-transfer-config", "served-model-name",
 
 _NOT_AT_HTTP_PORT = frozenset({"grpc", "headless", "ssl-certfile", "ssl-keyfile", "uds"})
 """Options of ``vllm serve`` with which a deployment's own processes cannot ask an engine."""
+_OF_ONE_RANK = frozenset(
+    {
+        *("data-parallel-rank", "dpn", "data-parallel-start-rank", "dpr"),
+        *("data-parallel-external-lb", "dpe", "data-parallel-hybrid-lb", "dph"),
+        *("data-parallel-multi-port-external-lb", "dpm"),
+    }
+)
+"""Options of ``vllm serve`` that engines with equal options cannot share."""
 _TLS = frozenset({"tls-certificate", "tls-key"})
 _JSON = frozenset({"allowed-origins", "allowed-methods", "allowed-headers"})
 """Options, of router and engines, whose lists are one word."""
@@ -218,12 +226,17 @@ def _check_args(path: str, args: Mapping[str, Any], reserved: frozenset[str] = R
     for key, value in args.items():
         if option_name(key) in reserved:
             raise ConfigError(f"{path}.{key}: set by the topology itself; leave it out")
-        if value not in (None, False):
-            _check_has_http_port(f"{path}.{key}", option_name(key))
+        if value is not None and value is not False:
+            _check_own_option(f"{path}.{key}", option_name(key))
 
 
-def _check_has_http_port(path: str, option: str) -> None:
+def _check_own_option(path: str, option: str) -> None:
     """Of an engine; no option of a router has these names."""
+    if option in _OF_ONE_RANK:
+        raise ConfigError(
+            f"{path}: each engine of a deployment has all of its data parallel ranks behind one"
+            " front end; leave it out, or start `vllm serve` by hand"
+        )
     if option in _NOT_AT_HTTP_PORT:
         raise ConfigError(
             f"{path}: a deployment's own processes ask its engines over http, at a port of each;"
@@ -251,7 +264,7 @@ def _check_words(path: str, words: Sequence[str]) -> None:
         option = word.partition("=")[0]
         if option.startswith("--") and option_name(option) in RESERVED:
             raise ConfigError(f"{path}: {option} is set by vllm-pd itself; leave it out")
-        _check_has_http_port(f"{path}: {option}", option_name(option))
+        _check_own_option(f"{path}: {option}", option_name(option))
 
 
 def _check_files(extra_config: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ _ASKED_FOR = (
     *_FLAGS,
     *_WITH_VALUES,
     *("--config", "--headless", "--host", "--port", "--ssl-certfile", "--uds"),
+    "--data-parallel-multi-port-external-lb",
 )
 """Of all options, those that somebody here wants to know."""
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.registrar import find_http_url
-from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
+from vllm_ascend_pd.engine.vllm_api.config import rank_at_front_end
 from vllm_ascend_pd.engine.vllm_api.events import endpoint_of_rank
 from vllm_ascend_pd.registration import ROLE_OF, KVEndpoint, KVEvents, Registration
 
@@ -39,7 +39,7 @@ def describe(
     return Registration(
         url=find_http_url(config.router, config.host),
         role=config.router.role or ROLE_OF[config.role.value],
-        data_parallel_rank=data_parallel_rank(scheduler.vllm_config),
+        data_parallel_rank=rank_at_front_end(scheduler.vllm_config),
         epoch=epoch,
         models=(names,) if isinstance(names, str) else tuple(names or ()),
         labels=config.router.labels,

@@ -97,6 +97,8 @@ def test_the_file_of_the_module_docstring(tmp_path: Path) -> None:
         ({"more_args": ["--dtype", "auto", "--port=1"]}, "more_args: --port is set by vllm-pd"),
         ({"args": {"ssl_certfile": "c"}}, "args.ssl_certfile: .* ask its engines over http"),
         ({"prefill": [{"args": {"headless": True}}]}, r"prefill\[0\].args.headless: .* by hand"),
+        ({"args": {"data_parallel_rank": 0}}, "args.data_parallel_rank: .* behind one front end"),
+        ({"more_args": ["-dph"]}, "more_args: -dph: .* behind one front end"),
         ({"more_args": ["--uds=/tmp/s"]}, "more_args: --uds: .* at a port of each"),
         ({"decode": [{"args": {"kv_transfer_config": {}}}]}, r"decode\[0\].args.kv_transfer_con"),
     ],

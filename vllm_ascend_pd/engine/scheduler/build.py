@@ -42,13 +42,14 @@ from vllm_ascend_pd.engine.sharding import can_divide_pages, own_kernels, own_la
 from vllm_ascend_pd.engine.suspension import Suspension
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
 from vllm_ascend_pd.engine.vllm_api.blocks import free_after_steps_under_way
-from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank
+from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank, rank_at_front_end
 from vllm_ascend_pd.engine.vllm_api.engine import attach, is_ending, join_reports, wake
 from vllm_ascend_pd.engine.vllm_api.groups import kv_groups
 from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Stats
 from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.pool.link import pool_address
+from vllm_ascend_pd.registration import name_of_rank
 from vllm_ascend_pd.resume import ResumeKey, RunningAt
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
@@ -110,7 +111,7 @@ class _Builder:
             phantoms=phantoms,
             loads=loads,
             parking=Parking(manager, groups, phantoms, loads),
-            rank=data_parallel_rank(vllm_config),
+            rank=rank_at_front_end(vllm_config),
         )
 
     def build(self) -> SchedulerSide:
@@ -159,7 +160,8 @@ class _Builder:
         )
         server = ControlServer(book, self._wake, self._trust, transfer.arrival_timeout_s)
         self._opened.callback(server.stop)
-        endpoint = server.listen(config.host, config.port_of(self._common.rank or 0))
+        rank = data_parallel_rank(self._scheduler.vllm_config) or 0
+        endpoint = server.listen(config.host, config.port_of(rank))
         producer = Producer(self._common, book, server, self._epoch, endpoint, self._sampling_key)
         moves_out = MovesOut(self._common, producer, book, server, self._maker)
         server.start()
@@ -186,8 +188,12 @@ class _Builder:
 
     def _router_contact(self, url: str, endpoint: Endpoint | None) -> RouterContact:
         """``endpoint`` is where consumers reach this engine."""
+        link = msgspec.structs.replace(self._config.router, url=url)
+        if link.instance_id and self._common.rank is None:  # ranks may share what they are given
+            rank = data_parallel_rank(self._scheduler.vllm_config)
+            link = msgspec.structs.replace(link, instance_id=name_of_rank(link.instance_id, rank))
         registrar = Registrar(
-            msgspec.structs.replace(self._config.router, url=url),
+            link,
             describe(self._scheduler, self._config, self._epoch, self._maker, endpoint),
             self._is_ending,
             self._wake,

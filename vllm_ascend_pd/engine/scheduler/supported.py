@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import PDConfig
 from vllm_ascend_pd.engine.ascend import is_ascend
+from vllm_ascend_pd.engine.front_end import options
 from vllm_ascend_pd.engine.model_identity import note_weights
 from vllm_ascend_pd.engine.vllm_api.config import (
     DRAFTERS,
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 METHODS = ("ngram", *DRAFTERS)
 """Of speculative decoding."""
 METHODS_WITH_STATES = ("eagle", "eagle3", "mtp")
+_EACH_RANK = "start each with a `vllm serve` of its own that has --data-parallel-rank"
+_SUPERVISED = ("--data-parallel-multi-port-external-lb", "-dpm")
 KINDS = (
     *("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec"),
     *("SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
@@ -200,7 +204,7 @@ def refuse_among_connectors() -> None:
 
 
 def _check_data_parallel(config: VllmConfig) -> None:
-    """All ranks are engine cores of one front end, on its host."""
+    """All ranks are engine cores of one front end, on its host, or each has a front end."""
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     assert transfer is not None
     own = PDConfig.from_kv_transfer_config(transfer)
@@ -208,17 +212,36 @@ def _check_data_parallel(config: VllmConfig) -> None:
     _refuse(
         (last_port > 65535, f"kv_port {own.port} and up to {last_port} (a port for each rank)"),
         (
-            parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb,
+            parallel.data_parallel_external_lb and not parallel.is_moe_model,
             (
-                "data parallel ranks with front ends of their own (leave out --data-parallel-rank,"
-                " --data-parallel-hybrid-lb and --data-parallel-external-lb)"
+                "front ends of their own for data parallel ranks of a model without experts (start"
+                " engines without --data-parallel options: its ranks have nothing in common)"
             ),
         ),
         (
-            parallel.data_parallel_size_local < parallel.data_parallel_size,
+            parallel.data_parallel_hybrid_lb,
             (
-                "data parallel ranks on several hosts or of several front ends (leave out"
-                " --data-parallel-size-local and VLLM_DP_RANK)"
+                "front ends with several data parallel ranks each (leave out"
+                f" --data-parallel-hybrid-lb and --data-parallel-start-rank: {_EACH_RANK})"
+            ),
+        ),
+        (
+            not options(sys.argv).keys().isdisjoint(_SUPERVISED),
+            (
+                "front ends that one command starts (leave out"
+                f" --data-parallel-multi-port-external-lb: {_EACH_RANK})"
+            ),
+        ),
+        (
+            parallel.nnodes > 1,
+            f"data parallel ranks with --nnodes above 1 (leave it out: {_EACH_RANK})",
+        ),
+        (
+            parallel.data_parallel_size_local < parallel.data_parallel_size
+            and not (parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb),
+            (
+                "data parallel ranks on several hosts behind one front end, or without any (leave"
+                f" out --data-parallel-size-local and VLLM_DP_RANK: {_EACH_RANK})"
             ),
         ),
         (

@@ -110,7 +110,7 @@ def hash_whole_prompts(config: VllmConfig) -> None:
 
 
 def data_parallel_rank(config: VllmConfig) -> int | None:
-    """Of an engine core behind a front end with several of them; ``None`` of one that is alone.
+    """Of an engine core among several, whatever front end each has; ``None`` of one that is alone.
 
     A rank of a dense model is told that it is alone, but for its index and its engine's id.
 
@@ -121,6 +121,15 @@ def data_parallel_rank(config: VllmConfig) -> int | None:
     transfer, rank = config.kv_transfer_config, config.parallel_config.data_parallel_index
     engine_id = transfer.engine_id if transfer is not None else None
     return rank if (engine_id or "").endswith(f"_dp{rank}") else None
+
+
+def rank_at_front_end(config: VllmConfig) -> int | None:
+    """As a request names it; ``None`` where the front end has no other one.
+
+    Touches:
+        vllm/v1/engine/input_processor.py:InputProcessor.process_inputs
+    """
+    return None if config.parallel_config.data_parallel_external_lb else data_parallel_rank(config)
 
 
 def computes_in_lock_step(config: VllmConfig) -> bool:

@@ -89,12 +89,14 @@ class ParallelConfig(Protocol):
     tensor_parallel_size: int
     pipeline_parallel_size: int
     prefill_context_parallel_size: int
+    nnodes: int
     data_parallel_size: int
     data_parallel_size_local: int
     data_parallel_index: int
     data_parallel_backend: str
     data_parallel_external_lb: bool
     data_parallel_hybrid_lb: bool
+    is_moe_model: bool | None
     decode_context_parallel_size: int
     distributed_executor_backend: Any
     enable_elastic_ep: bool
