@@ -134,13 +134,16 @@ def test_engine_that_takes_no_more_is_passed_by_and_stays_in(stream: bool) -> No
 
 
 @STREAMED
-def test_request_that_fails_everywhere_takes_no_engine_out(stream: bool) -> None:
+@pytest.mark.parametrize("fault", ["status(500)", "truncate"])
+def test_request_that_fails_everywhere_takes_no_engine_out(fault: str, stream: bool) -> None:
+    """Of a streamed response that it refuses vLLM closes the connection."""
+
     async def test() -> None:
         async with deployed(2, 2) as d:
             for _ in range(4):
                 for engine in (*d.prefills, *d.decodes):
                     engine.script_nothing()
-                    engine.script(", ".join(["status(500)"] * 3))
+                    engine.script(", ".join([fault] * 3))
                 assert (await d.post(stream=stream))[0] == 502
             for engine in (*d.prefills, *d.decodes):
                 engine.script_nothing()

@@ -21,7 +21,8 @@ class FailureKind(str, Enum):
     DISCONNECT = "disconnect"
     """The engine closed the connection before it answered."""
     TRUNCATED = "truncated"
-    """The engine closed the connection within its answer."""
+    """The engine closed the connection within its answer, as vLLM does where it refuses a streamed
+    response: it may be the request's own doing."""
     PROTOCOL = "protocol"
     """What came is not HTTP, or larger than we accept."""
     TIMEOUT = "timeout"
@@ -44,6 +45,8 @@ class FailureKind(str, Enum):
 
 BLAMELESS = (FailureKind.CONNECT_TIMEOUT, FailureKind.ROUTER, FailureKind.BUSY)
 """They say nothing of the engine: as many requests at once may bring them about. Its probes do."""
+UNEXPLAINED = (FailureKind.STATUS, FailureKind.TRUNCATED)
+"""They say nothing of it either, unless another one answers the same request."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import msgspec
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.registration import EngineDescription, Role, is_loopback
 from vllm_ascend_pd.resume import made_by
-from vllm_ascend_pd.router.failures import BLAMELESS, Failure, FailureKind
+from vllm_ascend_pd.router.failures import BLAMELESS, UNEXPLAINED, Failure, FailureKind
 from vllm_ascend_pd.router.ranking import affinity_key
 from vllm_ascend_pd.router.serving import ServedModels, Servers
 from vllm_ascend_pd.router.snapshot import NUM_RECENT_ERRORS, RecentError
@@ -139,7 +139,7 @@ HIT_RATE_S = 60.0
 PROCESS_ENDED = (FailureKind.CONNECT, FailureKind.DISCONNECT, FailureKind.DOWN)
 """What fails when its process ends."""
 MAX_UNEXPLAINED = 10
-"""Requests in a row to which an engine answers 5xx, before it is its own doing in any case."""
+"""Requests in a row that an engine fails so, before it is its own doing in any case."""
 
 
 class Instance:
@@ -288,7 +288,7 @@ class Instance:
             self.kv = self.spec.kv  # it may come back as another engine
         self.errors.append(RecentError(time.time(), f"{what}: {failure}"))
         may_differ = what == "stream" and failure.kind is FailureKind.DIFFERS
-        if failure.kind is FailureKind.STATUS:
+        if failure.kind in UNEXPLAINED:
             self._num_unexplained += 1
             may_differ = self._num_unexplained < MAX_UNEXPLAINED
         if not (failure.kind in BLAMELESS or may_differ):

@@ -25,7 +25,7 @@ from vllm_ascend_pd.router.answers import (
     whole_answer,
 )
 from vllm_ascend_pd.router.bodies import Body, concurrent_params
-from vllm_ascend_pd.router.failures import Failure, FailureKind
+from vllm_ascend_pd.router.failures import UNEXPLAINED, Failure, FailureKind
 from vllm_ascend_pd.router.legs import Answer, Leg, LegFailed, Legs, Stream
 from vllm_ascend_pd.router.moves import Move
 from vllm_ascend_pd.router.prefilled import NumTokens, Prefilled, find_prompt_usage
@@ -88,14 +88,14 @@ class Job:
     background: asyncio.Task[NumTokens] | None = None
     """Until its response has been computed; its tokens."""
     suspects: set[LegFailed] = field(default_factory=set)
-    """What failed by 5xx, as the request may have made it."""
+    """What failed as the request may have made it."""
     has_answer: bool = False
     """A good one has begun."""
     refused: LegFailed | None = None
     """A prefill leg that its engine answered 4xx."""
 
     def failed(self, leg: LegFailed) -> None:
-        if leg.failure.kind is FailureKind.STATUS:
+        if leg.failure.kind in UNEXPLAINED:
             self.suspects.add(leg)
         if self.has_answer:
             self.answered()
