@@ -25,6 +25,7 @@ _DONE = b"data: [DONE]\n\n"
 LAST_WORDS = {
     "end": (),
     "dead": (b'data: {"error":{"message":"EngineCore died","code":500}}\n\n', _DONE),
+    "refused": (b'data: {"error":{"message":"logprobs","code":400}}\n\n', _DONE),
     "elsewhere": (b'data: {"error":{"message":"it has moved","code":409}}\n\n', _DONE),
     "abort": (b'data: {"choices":[{"index":0,"finish_reason":"abort"}]}\n\n', _DONE),
 }

@@ -175,12 +175,15 @@ def test_prefill_engine_that_refuses_what_decode_engines_answer_is_told(
     run(test)
 
 
-def test_request_that_both_refuse_raises_no_doubt() -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_that_both_refuse_raises_no_doubt(stream: bool) -> None:
+    """Of a stream an engine tells that within it."""
+
     async def test() -> None:
         async with deployed() as d:
             d.prefills[0].script("status(400)")
-            d.decodes[0].script("status(400)")
-            assert (await d.post())[0] == 400
+            d.decodes[0].script("refused(0)" if stream else "status(400)")
+            assert (await d.post(stream=stream))[0] == (200 if stream else 400)
             assert errors_of(d, d.prefills[0].url) == []
 
     run(test)

@@ -47,6 +47,19 @@ def test_prompt_that_the_decode_engine_does_not_take_is_given_back(order: str, f
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_prompt_of_a_stream_that_begins_with_a_refusal_is_given_back(order: str) -> None:
+    async def test() -> None:
+        async with deployed(config=ORDERS[order], supports_concurrent=True) as deployment:
+            await deployment.post()
+            deployment.decodes[0].script("refused(0)")
+            status, _, body = await deployment.post(stream=True)
+            assert (status, b'"code":400' in body) == (200, True)
+            await expect_given_back(deployment)
+
+    run(test)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_prompt_is_given_back_before_another_pair_is_asked(order: str) -> None:
     async def test() -> None:
         config = replace(ORDERS[order], require_prefill=True)

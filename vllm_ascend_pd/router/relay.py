@@ -33,7 +33,7 @@ from vllm_ascend_pd.router.releases import Kept
 from vllm_ascend_pd.router.resumable import NOTHING, Promise, ask_for_token_ids, promise
 from vllm_ascend_pd.router.resumption import Broken, Resumption
 from vllm_ascend_pd.router.selection import Selector, Unavailable
-from vllm_ascend_pd.router.transcript import Transcript, until_failure
+from vllm_ascend_pd.router.transcript import Transcript, is_error, until_failure
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
@@ -322,8 +322,8 @@ class Relay:
                 result = _unless_failed(result, leg)
             if isinstance(result, (LegFailed, Move)):
                 return result
-            is_taken = isinstance(result, Stream) or result.status < 400
-            if is_taken and not _fails_at_once(result):
+            is_taken = _is_taken(result)
+            if is_taken:
                 job.answered()
             if job.kept is not None and is_taken:
                 job.kept.is_taken = True
@@ -334,7 +334,7 @@ class Relay:
             now = stage.first_token_s = self._first_byte(job)
             if not is_alone:
                 self.metrics.handover.observe(now - leg.started)
-            if isinstance(result, Stream) and job.trace.num_attempts == 1:
+            if is_taken and isinstance(result, Stream) and job.trace.num_attempts == 1:
                 self.skipper.learn(job.body, job.routed, job.skipped, now - job.began)
             # What D has of a prompt that P computes is not told apart from what P sends.
             if isinstance(result, Answer):
@@ -428,8 +428,10 @@ def _unless_failed(stream: Stream, leg: Leg) -> Stream | LegFailed:
     return leg.failed(failure)
 
 
-def _fails_at_once(result: Answer | Stream) -> bool:
-    return isinstance(result, Stream) and until_failure(result.first)[1] is not None
+def _is_taken(result: Answer | Stream) -> bool:
+    if isinstance(result, Stream):
+        return not is_error(result.first)
+    return result.status < 400
 
 
 def _lost(awaited: _KV) -> LegFailed | None:

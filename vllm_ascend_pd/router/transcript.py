@@ -107,6 +107,7 @@ REASONING = ("reasoning", "reasoning_content")
 _TEXTS = ("content", *REASONING)
 _NO_DELTA = b'"delta":{},"logprobs":null,"finish_reason":null,'
 _ERROR = b'{"error"'
+_MESSAGE_ERROR = b'{"type":"error"'
 _ABORT = b'"abort"'
 _ABORTED_CALL = b'"finish_reason":"tool_calls","stop_reason":null,"token_ids":[]'
 _MESSAGE = b'"message'
@@ -290,6 +291,13 @@ def hide_token_ids(events: bytes) -> bytes:
     if _NO_DELTA not in hidden:
         return hidden
     return b"\n\n".join(event for event in hidden.split(b"\n\n") if _NO_DELTA not in event)
+
+
+def is_error(events: bytes) -> bool:
+    """Whether a stream begins with what its engine has to say against the request, or against
+    itself, or has ended already."""
+    told = payload(without_comments(events))
+    return told.startswith((_ERROR, _MESSAGE_ERROR)) or until_failure(events)[1] is not None
 
 
 def until_failure(events: bytes) -> tuple[bytes, Failure | None]:
