@@ -14,6 +14,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from tests.router.harness import FAST, deployed, run
+from vllm_ascend_pd.router.apis import APIS, BATCH
 from vllm_ascend_pd.router.config import CORS
 
 PAGE = {"Origin": "https://page.example"}
@@ -130,6 +131,27 @@ def test_no_page_may_move_a_request() -> None:
                     assert response.status == expected
             async with d.http.get(f"{d.url}/requests", headers=PAGE) as response:
                 assert response.status == 403
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", [*APIS, BATCH])
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_no_page_may_ask_without_a_preflight(path: str, kind: str) -> None:
+    """As in ``vllm serve``: those that may not read answers could have them computed, else."""
+
+    async def test() -> None:
+        async with deployed() as d:
+            body = b'{"model": "tiny", "prompt": "x"}'
+            headers = PAGE | {"Content-Type": kind}
+            async with d.http.post(d.url + path, data=body, headers=headers) as response:
+                assert response.status == 400
+                assert "application/json" in (await response.json())["error"]["message"]
+            assert not d.prefills[0].received
+            assert not d.decodes[0].received
+            headers = PAGE | {"Content-Type": "application/json; charset=utf-8"}
+            async with d.http.post(d.url + "/v1/completions", data=body, headers=headers) as answer:
+                assert answer.status == 200
 
     run(test)
 
