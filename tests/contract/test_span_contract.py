@@ -38,7 +38,7 @@ from vllm_ascend_pd.wire import (
 )
 
 END = 75
-HASHES = ((b"a0", b"a1", b"a2", b"a3"), (b"b0", b"b1"))
+HASHES = ((b"a0", b"a1"), (b"b0", b"b1"))
 SPAN = Span(0, END, tuple(map(GroupBlocks, (16, 32), ((), ()), HASHES)))
 TAIL = Tail(tuple(range(END - 64)), b"")
 SERVER = PageServer(Endpoint("127.0.0.1", 5), TicketKey())

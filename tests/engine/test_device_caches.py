@@ -10,11 +10,13 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -23,6 +25,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheTensor,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     UniformTypeKVCacheSpecs,
     create_kv_cache_views,
 )
@@ -341,3 +344,88 @@ def test_page_of_a_drafter_with_more_heads_counts_as_several() -> None:
     assert found.layers == {model: range(1), draft: range(1, 3)}
     assert gathered(found, model, 5) == content(caches[model], 5)
     assert gathered(found, draft, 5) == content(caches[draft], 5)
+
+
+def compressed() -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
+    """Of DeepSeek V4, as vLLM makes them of what its layers ask for: one with windows only, one
+    that compresses 4 tokens and has an indexer, one that compresses 128.
+    """
+    packed = {"alignment": 576, "model_version": "deepseek_v4"}
+    kept: dict[str, Any] = {"num_kv_heads": 1, "head_size": 512, "dtype": torch.uint8}
+
+    def whole(ratio: int, **more: Any) -> MLAAttentionSpec:
+        return MLAAttentionSpec(block_size=256, tokens_per_state=ratio, **{**kept, **more})
+
+    def window(size: int, num_tokens: int, **more: Any) -> SlidingWindowMLASpec:
+        return SlidingWindowMLASpec(block_size=size, sliding_window=num_tokens, **{**kept, **more})
+
+    def state(size: int, num_tokens: int, width: int) -> SlidingWindowMLASpec:
+        return window(size, num_tokens, head_size=width, dtype=torch.float32, alignment=576)
+
+    specs: dict[str, Any] = {}
+    for layer, ratio in enumerate((1, 4, 128)):
+        name = f"model.layers.{layer}.attn"
+        if ratio == 4:
+            specs[f"{name}.indexer.k_cache"] = whole(4, head_size=132, alignment=576)
+            specs[f"{name}.indexer.compressor.state_cache"] = state(4, 8, 512)
+        specs[f"{name}.swa_cache"] = window(64, 128, state_content_bytes=584, **packed)
+        if ratio > 1:
+            specs[name] = whole(ratio, state_content_bytes=584, **packed)
+            width, size = (2048, 4) if ratio == 4 else (1024, 8)
+            specs[f"{name}.compressor.state_cache"] = state(size, ratio * (1 + (ratio == 4)), width)
+    cache_config = SimpleNamespace(
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout.BLHNC,
+        num_gpu_blocks_override=NUM_BLOCKS,
+        prefix_cache_retention_interval=None,
+    )
+    vllm_config: Any = SimpleNamespace(
+        cache_config=cache_config,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        speculative_config=None,
+    )
+    groups = get_kv_cache_groups(vllm_config, specs)
+    config = get_kv_cache_config_from_groups(vllm_config, groups, 1 << 30)
+    raw = torch.randint(-128, 128, (config.kv_cache_tensors[0].size,), dtype=torch.int8)
+    caches = {
+        name: view
+        for tensor in config.kv_cache_tensors
+        for name, view in zip(
+            tensor.layers,
+            create_kv_cache_views(
+                raw, specs[tensor.layers[0]], NUM_BLOCKS, KVCacheLayout.BLHNC, tensor
+            ),
+            strict=True,
+        )
+    }
+    return config, caches
+
+
+def test_block_of_groups_whose_pages_have_little_in_common_is_one_page() -> None:
+    config, caches = compressed()
+    found = locate_on_device(config, caches)
+    groups = kv_groups(config, hash_block_size=4)
+    assert sorted({(g.block_size, g.blocks_per_unit, g.hashes_per_block) for g in groups}) == [
+        *((4, 64, 1), (8, 32, 2), (64, 4, 16), (256, 1, 64)),
+    ]
+    (page,) = {group.page_bytes for group in groups}
+    (stride,) = {tensor.block_stride for tensor in config.kv_cache_tensors}
+    assert page == stride == found.layout.page_bytes
+    assert found.whole_blocks
+    raw = next(iter(caches.values())).untyped_storage()
+    whole = np.frombuffer(bytes(raw), np.uint8)
+    for index, group in enumerate(config.kv_cache_groups):
+        assert {found.layers[name] for name in group.layer_names} == {range(index, index + 1)}
+        expected = whole[2 * page : 3 * page].tobytes() + whole[5 * page : 6 * page].tobytes()
+        assert gathered(found, group.layer_names[0], 2, 5) == expected
+    pages = found.by_group(groups)
+    assert [p.block_size for p in pages] == [group.block_size for group in groups]
+    assert [list(p.layers) for p in pages] == [[i] for i in range(len(groups))]
+
+
+def test_such_blocks_in_several_allocations_are_refused_by_name() -> None:
+    config, caches = compressed()
+    name = next(iter(caches))
+    caches[name] = caches[name].clone()
+    with pytest.raises(ConfigError, match="in one allocation"):
+        locate_on_device(config, caches)

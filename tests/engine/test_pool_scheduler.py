@@ -788,7 +788,7 @@ def test_tail_is_held_for_a_prompt_until_a_second_look_finds_anything_else(
     request = world.request()
     prompt = placed(world, request, [Place.DRAM] * 4)
     parking = world.source._common.parking
-    parking.tails[prompt] = world.pool.get_new_blocks(1)
+    parking.tails[prompt] = [(Wanted(3), world.pool.get_new_blocks(1)[0])]
     num_free = world.pool.get_num_free_blocks()
     look_again(world, request, *[finds] * 4)
     is_kept = finds is Place.DRAM

@@ -77,7 +77,13 @@ def make_caches(layout: str = "LBHNC") -> tuple[KVCacheConfig, dict[str, torch.T
 class Side:
     """A worker side of both roles, and its pages as ``uint8 [layer, block, byte]``."""
 
-    def __init__(self, pooled: bool = False, drafts: bool = False, num_under_way: int = 1) -> None:
+    def __init__(
+        self,
+        pooled: bool = False,
+        drafts: bool = False,
+        num_under_way: int = 1,
+        whole_blocks: bool = False,
+    ) -> None:
         config, self.caches = make_caches()
         self.located: KVCaches = locate(config, self.caches)
         self.engine = FakeTransferEngine()
@@ -102,7 +108,7 @@ class Side:
         self.loader.start()
         self.pool = self.open_pool(copier, pools) if pooled else None
         self.worker = WorkerSide(
-            WorkerLayers(self.located.layers, drafts=drafts),
+            WorkerLayers(self.located.layers, drafts=drafts, whole_blocks=whole_blocks),
             WorkerMemory(self.transports, pools, self.live_regions),
             grants,
             trust,
@@ -428,6 +434,20 @@ def test_layer_is_served_when_it_is_computed(side: Side) -> None:
         assert side.grants.look(LEASE)[1] == 3
     grant, num_layers_done, _ = side.grants.look(LEASE)
     assert (grant.num_ready, num_layers_done) == (2, 0)
+
+
+def test_nothing_is_served_before_all_is_computed_where_layers_make_one_page() -> None:
+    side = Side(whole_blocks=True)
+    side.worker.begin_step(output_of(GRANT))
+    armed = side.worker.take_armed_step(wait_all=False)
+    assert armed is not None
+    with side.worker.step_output(), armed:
+        for name in NAMES:
+            armed.save_layer(name)
+        grant, num_layers_done, _ = side.grants.look(LEASE)
+        assert (grant.num_ready, num_layers_done) == (0, 0)
+    assert side.grants.look(LEASE)[0].num_ready == 2
+    side.worker.shutdown()
 
 
 SHARED_BLOCKS = {f"model.attn.{i}": range(i, i + 1) for i in range(6)}

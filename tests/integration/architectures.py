@@ -71,6 +71,19 @@ def architecture(name: str) -> Any:
             layer_types=["sliding_attention"] * 3 + ["full_attention"],
             query_pre_attn_scalar=32,
         )
+    if name == "sizes":
+        # As "windows", whose layers have heads half as large as the other one's, and so blocks of
+        # twice as many tokens.
+        return transformers.Gemma4TextConfig(
+            **{**_COMMON, "tie_word_embeddings": True, "num_hidden_layers": 4},
+            **heads,
+            num_key_value_heads=2,
+            global_head_dim=64,
+            sliding_window=64,
+            layer_types=["sliding_attention"] * 3 + ["full_attention"],
+            hidden_size_per_layer_input=0,
+            vocab_size_per_layer_input=VOCAB_SIZE,
+        )
     if name == "sinks":
         # Every second layer has a window, and each head a sink.
         return transformers.GptOssConfig(
@@ -224,6 +237,10 @@ def make_model(name: str, folder: Path, tokenizer: Path) -> Path:
 
     if name == "images":
         return make_image_model(folder, tokenizer)
+    if name == "compressed":
+        from tests.integration.compressed_model import make_compressed_model
+
+        return make_compressed_model(folder, tokenizer)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(architecture(name), dtype=torch.float32)
     model.save_pretrained(folder)

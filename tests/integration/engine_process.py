@@ -19,7 +19,13 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
-from tests.integration import on_gpu, sparse_kernels, state_kernels, triton_interpreter
+from tests.integration import (
+    compressed_kernels,
+    on_gpu,
+    sparse_kernels,
+    state_kernels,
+    triton_interpreter,
+)
 from tests.zygote import prepare_to_fork
 
 _VLLM_METRICS = {
@@ -149,6 +155,7 @@ class EngineServer:
 
         state_kernels.install()
         sparse_kernels.install()
+        compressed_kernels.install()
         if on_gpu.is_on():
             llm_options = on_gpu.options(llm_options, runs_ahead)
         elif runs_ahead:

@@ -300,9 +300,18 @@ def test_a_drafter_of_several_layers_beside_states_is_refused(
     hooks.check_config(config)
 
 
-def test_attention_to_compressed_kv_is_refused(moe: str) -> None:
-    with pytest.raises(ValueError, match="attention to compressed KV"):
-        configure(moe, '--hf-overrides={"compress_ratios": [4]}')
+def test_drafter_beside_attention_to_compressed_kv_is_refused(moe: str) -> None:
+    """The command line would ask for a module of the model."""
+    config = configure(moe, '--hf-overrides={"compress_ratios": [4]}')
+    text_config = PretrainedConfig(num_hidden_layers=1)
+    config.speculative_config = SimpleNamespace(
+        method="mtp",
+        draft_model_config=SimpleNamespace(hf_config=text_config, hf_text_config=text_config),
+        parallel_drafting=False,
+        use_multi_module_mtp=lambda: False,
+    )
+    with pytest.raises(ConfigError, match="the method mtp beside compressed KV"):
+        hooks.check_config(config)
 
 
 def test_diffusion_is_refused(model: str) -> None:

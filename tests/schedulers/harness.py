@@ -11,6 +11,7 @@ At the end of each test every cached block holds what its hash says and nothing 
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -145,8 +146,10 @@ class SimulatedWorker:
         self.has_checkpoints = has_checkpoints
         self.num_checkpoints = 0
         self._draw = Random(num_drafts)
-        self.blocks: defaultdict[int, list[int]] = defaultdict(lambda: [0] * BLOCK_SIZE)
-        """What is in their slots: contents of requests, or garbage, which is negative."""
+        self._num_slots = max(group.block_size for group in groups)
+        self.blocks: defaultdict[int, list[int]] = defaultdict(lambda: [0] * self._num_slots)
+        """What is in their slots: contents of requests, or garbage, which is negative. Of a group
+        whose blocks have fewer tokens than those of others each token has several."""
         self.grants: dict[LeaseRef, Grant] = {}
         self.requests: dict[str, SimulatedRequest] = {}
         self.parked: dict[LoadId, LoadSpec] = {}
@@ -210,7 +213,7 @@ class SimulatedWorker:
             self.blocks[block_id] = self._spoilt()
 
     def _spoilt(self) -> list[int]:
-        return [-next(self._garbage) for _ in range(BLOCK_SIZE)]
+        return [-next(self._garbage) for _ in range(self._num_slots)]
 
     def _source_of(self, load: LoadSpec) -> SimulatedWorker | None:
         return next((peer for peer in self.peers if _lease_of(load) in peer.grants), None)
@@ -296,7 +299,10 @@ class SimulatedWorker:
                 content = next(self._garbage)
             for group, table in zip(self.groups, request.tables, strict=True):
                 if not group.state:
-                    self.blocks[table[position // BLOCK_SIZE]][position % BLOCK_SIZE] = content
+                    index, slot = divmod(position, group.block_size)
+                    assert table[index], "a block that is written was given up"
+                    width = self._num_slots // group.block_size
+                    self.blocks[table[index]][slot * width : (slot + 1) * width] = [content] * width
         for group in self.groups:
             if group.state:
                 self._write_states(request, right, end, num_drafts, len(accepted), group.id)
@@ -373,18 +379,23 @@ class SimulatedWorker:
 
     def _is_clear(self, request: SimulatedRequest, end: int, group: int) -> bool:
         """Whether the last block holds numbers behind the last token: attention meets them."""
-        block_id = request.tables[group][(end - 1) // BLOCK_SIZE]
-        behind = self.blocks[block_id][end % BLOCK_SIZE or BLOCK_SIZE :]
+        size = self.groups[group].block_size
+        block_id = request.tables[group][(end - 1) // size]
+        behind = self.blocks[block_id][(end % size or size) * self._num_slots // size :]
         return all(content >= 0 for content in behind)
+
+    def tokens_in(self, block_id: int, group: int) -> list[int]:
+        """What it holds of each token that a block of this group has."""
+        return self.blocks[block_id][:: self._num_slots // self.groups[group].block_size]
 
     def holds(self, request: SimulatedRequest, positions: range, group: int = 0) -> bool:
         """Whether the KV at all of them is that of the request's tokens."""
-        contents = request.contents(positions.stop)
+        contents, size = request.contents(positions.stop), self.groups[group].block_size
         at = positions.start
         while at < positions.stop:
-            first = at - at % BLOCK_SIZE
-            end = min(first + BLOCK_SIZE, positions.stop)
-            block = self.blocks[request.tables[group][first // BLOCK_SIZE]]
+            first = at - at % size
+            end = min(first + size, positions.stop)
+            block = self.tokens_in(request.tables[group][first // size], group)
             if block[at - first : end - first] != contents[at:end]:
                 return False
             at = end
@@ -462,7 +473,7 @@ class Engine:
             ),
             pooling_params=None,
             lora_request=lora_request,
-            block_hasher=hasher,
+            block_hasher=get_request_block_hasher(self.scheduler.hash_block_size, sha256),
         )
         self.requests[request_id] = request
         self.num_for_a_peer += bool(params and params.get("do_remote_prefill"))
@@ -599,15 +610,17 @@ class Engine:
         contents = {}
         for request in self.requests.values():
             simulated = SimulatedRequest(list(request.prompt_token_ids or ()), [])
-            for index, block_hash in enumerate(request.block_hashes):
-                first = index * BLOCK_SIZE
-                held = [simulated.content(first + i) for i in range(BLOCK_SIZE)]
-                contents[block_hash] = {False: held, True: held[-1:] * BLOCK_SIZE}
+            for group in self.worker.groups:
+                size = group.block_size
+                for index in range(len(request.block_hashes) // group.hashes_per_block):
+                    held = [simulated.content(index * size + i) for i in range(size)]
+                    content = request.block_hashes[group.last_hash(index)], group.id
+                    contents[content] = held[-1:] * size if group.state else held
         for block in self.pool.blocks:
             if block.block_hash is not None:
-                held = self.worker.blocks[block.block_id]
-                keeps_state = bool(self.worker.groups[get_group_id(block.block_hash)].state)
-                expected = contents[get_block_hash(block.block_hash)][keeps_state]
+                group_id = get_group_id(block.block_hash)
+                held = self.worker.tokens_in(block.block_id, group_id)
+                expected = contents[get_block_hash(block.block_hash), group_id]
                 assert held == expected, f"block {block.block_id} is cached with KV of other tokens"
 
 
@@ -689,6 +702,7 @@ class Engines:
         at: str = "127.0.0.1",
         specs: Sequence[Any] = (),
         num_drafts: int = 0,
+        hash_block_size: int = 0,
         **transfer: Any,
     ) -> Engine:
         """``specs`` are of its KV cache groups. With ``num_drafts`` it has an EAGLE drafter."""
@@ -705,13 +719,15 @@ class Engines:
         for name, section in ("pool", pool), ("router", router), ("forward", forward):
             if section is not None:
                 config.kv_transfer_config.kv_connector_extra_config[name] = section
+        kv_cache_config = kv_cache_config_of(num_blocks, *(specs or self.specs))
+        sizes = [group.kv_cache_spec.block_size for group in kv_cache_config.kv_cache_groups]
         scheduler = self.scheduler_class(
             vllm_config=config,
-            kv_cache_config=kv_cache_config_of(num_blocks, *(specs or self.specs)),
+            kv_cache_config=kv_cache_config,
             log_stats=True,
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
+            block_size=math.lcm(*sizes),
+            hash_block_size=hash_block_size or math.gcd(*sizes),
         )
         engine = Engine(scheduler, self.runs_ahead)
         for other in self.made:

@@ -176,6 +176,7 @@ class Rounds:
         specs: tuple[Any, ...] = (),
         pool: dict[str, Any] | None = None,
         num_drafts: int = 0,
+        hash_block_size: int = 0,
     ) -> None:
         self._draw = draw = Random(seed)
         options: dict[str, Any] = {
@@ -183,6 +184,7 @@ class Rounds:
             "specs": specs,
             "pool": pool,
             "num_drafts": num_drafts,
+            "hash_block_size": hash_block_size,
             "scheduler_fields": {
                 "max_num_batched_tokens": 64,
                 "policy": draw.choice(["fcfs", "priority"]),

@@ -24,6 +24,9 @@ from tests.schedulers.harness import (
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
 from vllm_ascend_pd.errors import ConfigError
 
+LARGE = replace(WINDOW, block_size=2 * BLOCK_SIZE, head_size=4, head_size_v=4)
+"""Blocks of more tokens, with pages as large."""
+
 
 def check(engines: Engines, spec: Any = SPEC, **changes: Any) -> VllmConfig:
     """``check_supported`` of a scheduler built without the in-engine path, then reconfigured."""
@@ -86,7 +89,15 @@ class _Speculative:
             {"spec": (SPEC, STATE), "max_num_scheduled_tokens": BLOCK_SIZE - 1},
             "--max-num-scheduled-tokens",
         ),
-        ({"spec": (SPEC, replace(WINDOW, block_size=2 * BLOCK_SIZE))}, "of different sizes"),
+        ({"spec": (SPEC, replace(WINDOW, block_size=2 * BLOCK_SIZE))}, "pages of different sizes"),
+        (
+            {
+                "spec": (SPEC, LARGE),
+                "block_size": 2 * BLOCK_SIZE,
+                "vllm_config__kv_transfer_config__kv_connector_extra_config": {"pool": {}},
+            },
+            "a pool beside KV cache groups with blocks of different sizes",
+        ),
         (
             {
                 "spec": (SPEC, WINDOW),
@@ -102,7 +113,7 @@ class _Speculative:
             {"vllm_config__parallel_config__enable_fault_tolerance": True},
             "fault tolerance",
         ),
-        ({"hash_block_size": 8}, "hash blocks smaller"),
+        ({"spec": (SPEC, STATE), "hash_block_size": 8}, "hash blocks smaller"),
         ({"vllm_config__speculative_config": _Speculative("medusa")}, "with the method medusa"),
         ({"vllm_config__speculative_config": _Speculative("eagle3", True)}, "parallel drafting"),
         (
@@ -138,6 +149,8 @@ def test_second_cache_that_is_no_indexers_is_refused_by_name(engines: Engines) -
 def test_supported_engine_is_accepted(engines: Engines) -> None:
     check(engines)
     check(engines, (SPEC, WINDOW))
+    check(engines, (SPEC, LARGE))
+    check(engines, (SPEC, WINDOW), hash_block_size=8)
     check(engines, (SPEC, STATE, STATE, WINDOW))
     for method in ("ngram", "eagle", "eagle3", "mtp", "draft_model"):
         check(engines, vllm_config__speculative_config=_Speculative(method))

@@ -15,10 +15,14 @@ they were. To go on behind a span takes all blocks of some groups and the last o
     all tokens    [b7][b4][b9][b2][tail
     windows       [  ][  ][  ][b5][tail
     states        [  ][  ][  ][b8][tail    each holds the state behind its last token
+
+Where groups have blocks of several sizes, as many tokens as the blocks of all of them end behind
+are a *unit*: at its end a prefix that is cached may end. Of most engines a unit is a block.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,7 +44,8 @@ class KVGroup:
     if there is one. Of a group with a ``state``, which says of what kind it is, a block holds what
     its layers make of all tokens before its end, and nothing of the tokens themselves. An engine
     that ``stops_early`` does so at the last boundary of blocks but one of a prompt, and not at the
-    last.
+    last. A unit has ``blocks_per_unit``, and each of them the hash of its end, which is one of
+    ``hashes_per_block``.
     """
 
     id: int
@@ -52,6 +57,21 @@ class KVGroup:
     state: str = ""
     stops_early: bool = False
     sizes: tuple[int, ...] = ()
+    blocks_per_unit: int = 1
+    hashes_per_block: int = 1
+
+    @property
+    def unit_size(self) -> int:
+        """In tokens; the same in all groups."""
+        return self.block_size * self.blocks_per_unit
+
+    def unit_of(self, index: int) -> int:
+        """The index of the unit that this block is in."""
+        return index // self.blocks_per_unit
+
+    def last_hash(self, index: int) -> int:
+        """The index of this block's hash among those of a request."""
+        return (index + 1) * self.hashes_per_block - 1
 
     @property
     def cuts_pages(self) -> bool:
@@ -118,8 +138,8 @@ class Wanted(NamedTuple):
 
 
 class GroupBlocks(NamedTuple):
-    """One group's blocks of a span, in order. ``hashes`` are those of full blocks; either may be
-    shorter than the span, and be continued later.
+    """One group's blocks of a span, in order. ``hashes`` are those of full units, each of which is
+    one of all tokens before its end; either may be shorter than the span, and be continued later.
     """
 
     block_size: int
@@ -179,18 +199,21 @@ class Span:
         """Full blocks; the tail is one of them if it is full."""
         return (self.end - self.start) // self.groups[group].block_size
 
-    def num_before_tail(self, group: int) -> int:
-        return max(0, self.num_blocks(group) - 1)
-
-    def tail_start(self, group: int) -> int:
-        """The first token of the tail."""
-        return self.start + self.num_before_tail(group) * self.groups[group].block_size
-
     @property
     def block_ids(self) -> tuple[int, ...]:
         """Of all groups, which take their blocks from one pool."""
         ids = (block_id for group in self.groups for block_id in group.block_ids)
         return tuple(block_id for block_id in ids if block_id != NO_BLOCK)
+
+    @property
+    def unit_size(self) -> int:
+        """Of all groups together, in tokens."""
+        return math.lcm(*(group.block_size for group in self.groups))
+
+    @property
+    def unit_start(self) -> int:
+        """The first token of the last unit, which is mostly not full: that of its tail."""
+        return self.start + max(0, self.end - self.start - 1) // self.unit_size * self.unit_size
 
     def holding(self, tables: Sequence[Sequence[int]]) -> Span:
         """The same in the blocks of these tables, by group, which may go on behind its end."""

@@ -51,8 +51,8 @@ def tail_digest(parent_hash: bytes, extra_keys: bytes, token_ids: Sequence[int])
 
 
 class Tail(NamedTuple):
-    """What a span's last block holds in one group: 1..block_size tokens, and what vLLM would hash
-    beside them. One that ``is_whole``, a state, is of use to whoever wants all of these tokens.
+    """What a span's last unit holds in one group: at least a token, and what vLLM would hash beside
+    them. One that ``is_whole``, a state, is of use to whoever wants all of these tokens.
     """
 
     token_ids: tuple[int, ...]
@@ -102,29 +102,25 @@ class Lease:
         return len(self.span.block_ids)
 
     def match(self, request: Open) -> int:
-        """How many of the tokens that ``request`` asks for are here, in every group: all, or up to
-        a boundary of all groups' blocks.
+        """How many of the tokens that ``request`` asks for are here, in every group: all, or whole
+        units.
         """
         if len(request.groups) != len(self.span.groups):
             return 0
-        matched = (self._match(i, theirs, request.end) for i, theirs in enumerate(request.groups))
-        end = min(matched)
-        if end == request.end:
-            return end
-        return end - end % math.lcm(*(group.block_size for group in self.span.groups))
+        return min(self._match(i, theirs, request.end) for i, theirs in enumerate(request.groups))
 
     def _match(self, group: int, theirs: GroupHashes, end: int) -> int:
         blocks, tail = self.span.groups[group], self.tails[group]
-        num_blocks = 0
+        num_units = 0
         for our_hash, their_hash in zip(blocks.hashes, theirs.block_hashes, strict=False):
             if our_hash != their_hash:
                 break
-            num_blocks += 1
-        num_before_tail = self.span.num_before_tail(group)
-        matched = num_blocks * blocks.block_size
-        count = end - num_before_tail * blocks.block_size
+            num_units += 1
+        unit, start = self.span.unit_size, self.span.unit_start
+        matched, num_before_tail = num_units * unit, start // unit
+        count = end - start
         if (
-            num_blocks < num_before_tail
+            num_units < num_before_tail
             or len(theirs.block_hashes) != num_before_tail
             or not 0 < count <= len(tail.token_ids)
             or (tail.is_whole and count < len(tail.token_ids))

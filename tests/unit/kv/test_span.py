@@ -20,28 +20,26 @@ def test_empty_span_has_no_blocks() -> None:
     span = make_span(32, 32, 16, 32)
     assert span.block_ids == ()
     assert [span.num_blocks(i) for i in (0, 1)] == [0, 0]
-    assert [span.num_before_tail(i) for i in (0, 1)] == [0, 0]
+    assert span.unit_start == 32
     assert span.first_of({0, 100}) == 32
     assert span.block_ids_from(0) == set()
 
 
 def test_span_that_ends_within_a_block_has_it_as_its_tail() -> None:
     span = make_span(0, 35, 16)
-    assert (span.num_blocks(0), span.num_full(0), span.num_before_tail(0)) == (3, 2, 2)
-    assert span.tail_start(0) == 32
+    assert (span.num_blocks(0), span.num_full(0), span.unit_start) == (3, 2, 32)
     assert span.block_ids == (0, 1, 2)
 
 
 def test_last_block_of_a_span_is_its_tail_also_when_it_is_full() -> None:
     span = make_span(0, 32, 16)
-    assert (span.num_blocks(0), span.num_full(0), span.num_before_tail(0)) == (2, 2, 1)
-    assert span.tail_start(0) == 16
+    assert (span.num_blocks(0), span.num_full(0), span.unit_start) == (2, 2, 16)
 
 
-def test_groups_of_different_block_sizes_have_tails_of_their_own() -> None:
+def test_groups_of_different_block_sizes_have_a_tail_behind_the_last_whole_unit() -> None:
     span = make_span(64, 120, 16, 32)
     assert [span.num_blocks(i) for i in (0, 1)] == [4, 2]
-    assert [span.tail_start(i) for i in (0, 1)] == [112, 96]
+    assert (span.unit_size, span.unit_start) == (32, 96)
     assert span.block_ids == (0, 1, 2, 3, 100, 101)
 
 
@@ -98,12 +96,13 @@ def test_tail_begins_before_the_end_and_ends_with_it(
     start = first * 64
     span = make_span(start, start + num_tokens, *sizes)
     for i, size in enumerate(sizes):
-        group = KVGroup(i, size, 1, ("layer",))
-        length = span.end - span.tail_start(i)
-        assert length == 0 if not num_tokens else 0 < length <= size
-        assert span.num_full(i) in (span.num_before_tail(i), span.num_blocks(i))
+        each = span.unit_size // size
+        group = KVGroup(i, size, 1, ("layer",), blocks_per_unit=each)
+        length = span.end - span.unit_start
+        assert length == 0 if not num_tokens else 0 < length <= group.unit_size == span.unit_size
         if not start and num_tokens:
-            assert group.tail_index(span.end) == span.num_before_tail(i)
+            num_units = span.unit_start // span.unit_size
+            assert group.unit_of(group.tail_index(span.end)) == num_units
 
 
 class Counted(int):

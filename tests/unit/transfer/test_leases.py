@@ -120,14 +120,14 @@ def test_a_tail_that_is_whole_is_matched_to_its_end_only() -> None:
     assert ends == [48, 48, 52]
 
 
-def test_groups_of_a_span_are_matched_each_by_its_own_blocks() -> None:
-    """75 tokens: four blocks of 16 and eleven tokens, two of 32 and the same eleven."""
+def test_groups_of_a_span_are_matched_each_by_its_own_hashes() -> None:
+    """75 tokens: two units of 32, which are blocks of one group and two each of the other."""
     tail = Tail(tuple(range(11)), KEYS)
     span = Span(
         0,
         75,
         (
-            GroupBlocks(16, (), (*HASHES, b"h3")),
+            GroupBlocks(16, (), (b"h0", b"h1")),
             GroupBlocks(32, (), (b"g0", b"g1")),
         ),
     )
@@ -140,10 +140,10 @@ def test_groups_of_a_span_are_matched_each_by_its_own_blocks() -> None:
         )
         return lease.match(Open(WIRE_VERSION, "same", "t", "epoch", 75, groups))
 
-    assert match((*HASHES, b"h3"), (b"g0", b"g1")) == 75
-    assert match((*HASHES, b"x"), (b"g0", b"g1")) == 32, "three blocks end within one of 32"
-    assert match((*HASHES, b"h3"), (b"g0", b"x")) == 32
-    assert match((*HASHES, b"h3"), (b"x", b"g1")) == 0
+    assert match((b"h0", b"h1"), (b"g0", b"g1")) == 75
+    assert match((b"h0", b"x"), (b"g0", b"g1")) == 32
+    assert match((b"h0", b"h1"), (b"g0", b"x")) == 32
+    assert match((b"h0", b"h1"), (b"x", b"g1")) == 0
     assert lease.match(make_open()) == 0, "it has another number of groups"
 
 

@@ -99,9 +99,11 @@ class _Builder:
         self._maker = Maker(scheduler, self._fingerprint)
         self._sampling_key = make_sampling_key(vllm_config, config.transfer.first_token)
         shares = sharding(vllm_config)
-        groups = kv_groups(scheduler.kv_cache_config, scheduler.use_eagle_block_drop)
+        groups = kv_groups(
+            scheduler.kv_cache_config, scheduler.use_eagle_block_drop, scheduler.hash_block_size
+        )
         phantoms = PhantomBlocks(manager.block_pool, groups)
-        loads = Loads(shares.num_workers)
+        loads = Loads(shares.num_workers, groups)
         self._common = Common(
             scheduler=scheduler,
             config=config,

@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.scheduler.sources import BlockSource
     from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, Request
     from vllm_ascend_pd.kv.load import LoadResult
+    from vllm_ascend_pd.kv.span import KVGroup
     from vllm_ascend_pd.pool.messages import PoolLoadSpec
     from vllm_ascend_pd.transfer.load import LoadSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TailBlock:
-    """The block of one group for the rest of a prompt that a load fills. It is the request's own,
+    """A block of one group for the rest of a prompt that a load fills. It is the request's own,
     while that has not been preempted, or one that is held for it.
     """
 
@@ -50,7 +51,7 @@ class LoadRecord:
     filled: dict[int, Wanted] = field(default_factory=dict)
     """By block id: the full blocks that it fills."""
     tails: Sequence[TailBlock] = ()
-    """One of each group, or none."""
+    """Of each group, in order, or none."""
     phantoms: list[Phantom] = field(default_factory=list)
     users: dict[Request, set[int]] = field(default_factory=dict)
     """Requests whose tokens are computed on these blocks: on which, as far as that is noted."""
@@ -143,8 +144,10 @@ def _is_spoiled(on: Set[int], failed: Sequence[int]) -> bool:
 class Loads:
     """Scheduler thread. ``take_new`` goes out with a step, ``end`` comes back with its output."""
 
-    def __init__(self, num_workers: int = 1) -> None:
+    def __init__(self, num_workers: int = 1, groups: Sequence[KVGroup] = ()) -> None:
+        """``groups`` say where blocks are not of one size."""
         self._num_workers = num_workers
+        self._groups = {group.id: group for group in groups}
         self._reported: dict[LoadId, list[LoadResult]] = {}
         self._ids = count(1)
         self._by_source: dict[int, LoadRecord] = {}
@@ -225,7 +228,6 @@ class Loads:
     ) -> None:
         """Load these held blocks, and perhaps the prompt's tail, beside the steps."""
         filled = {block.block_id: place for block, place in zip(blocks, places, strict=True)}
-        hashes = source.request.block_hashes
         record = LoadRecord(
             LoadId(next(self._ids)),
             source,
@@ -233,7 +235,7 @@ class Loads:
             tails,
             parked_for=source.request,
             held=blocks,
-            contents=[(hashes[index], group) for index, group in places],
+            contents=[self._content(source.request, place) for place in places],
         )
         self.new.append(record)
         for content in record.contents:
@@ -246,13 +248,19 @@ class Loads:
         """
         source.awaited_load = None
         if self._coming:
-            hashes = source.request.block_hashes
-            for index, group in places:
-                for record in self._coming.get((hashes[index], group), ()):
+            for place in places:
+                for record in self._coming.get(self._content(source.request, place), ()):
                     if record.is_coming_for(source):
                         source.awaited_load = record
                         return True
         return False
+
+    def _content(self, request: Request, place: Wanted) -> tuple[bytes, int]:
+        """What the block there holds."""
+        index, group = place
+        if group in self._groups:
+            index = self._groups[group].last_hash(index)
+        return request.block_hashes[index], group
 
     def still_awaits(self, source: BlockSource) -> bool:
         """Whether the load that it was last found to wait for has not ended: what many requests
@@ -261,12 +269,12 @@ class Loads:
         record = source.awaited_load
         return record is not None and not record.has_ended and record.is_coming_for(source)
 
-    def note_begin(self, request: Request, num_blocks: int) -> None:
-        """Of each group so many of its blocks were there when it was admitted, or are loaded."""
-        self._begins[request] = num_blocks
+    def note_begin(self, request: Request, num_units: int) -> None:
+        """So many of its units were there when it was admitted, or are loaded."""
+        self._begins[request] = num_units
 
     def begin_of(self, request: Request) -> int:
-        """The index of the first block that it computes itself, or a part of it."""
+        """The index of the first unit that it computes itself, or a part of it."""
         return self._begins.get(request, 0)
 
     def note_user(self, request: Request, blocks: Sequence[KVCacheBlock]) -> None:
@@ -305,7 +313,7 @@ class Loads:
             for user, on in record.users.items():
                 blocks, tables = get_tables(user), self._tables.get(user)
                 if tables is None or tables.num_blocks != sum(map(len, blocks)):
-                    tables = self._tables[user] = _Tables(blocks, self.begin_of(user))
+                    tables = self._tables[user] = self._make_tables(user, blocks)
                 on |= filled & tables.block_ids
                 for block_id in record.computed_on.keys() & tables.shared_ids:
                     on |= record.computed_on[block_id][1]
@@ -315,6 +323,11 @@ class Loads:
                 for place, block in tables.computed:
                     phantom = Phantom(block, block.block_hash, record.source, place)
                     record.computed_on[block.block_id] = phantom, known
+
+    def _make_tables(self, user: Request, tables: Sequence[Sequence[KVCacheBlock]]) -> _Tables:
+        begin, groups = self.begin_of(user), self._groups
+        each = [groups[i].blocks_per_unit if groups else 1 for i in range(len(tables))]
+        return _Tables(tables, [begin * num_blocks for num_blocks in each])
 
     def cancel(self, request: Request) -> None:
         """Give up the parked load of this request; its blocks come back when it has ended."""
@@ -368,13 +381,18 @@ class Loads:
 class _Tables:
     """A user's blocks, of all groups."""
 
-    def __init__(self, tables: Sequence[Sequence[KVCacheBlock]], begin: int) -> None:
+    def __init__(self, tables: Sequence[Sequence[KVCacheBlock]], begins: Sequence[int]) -> None:
+        """``begins``: the index in each of the first block that it computes."""
         self.num_blocks = sum(map(len, tables))
         self.block_ids = {block.block_id for table in tables for block in table}
-        self.shared_ids = {block.block_id for table in tables for block in table[:begin]}
+        self.shared_ids = {
+            block.block_id
+            for table, begin in zip(tables, begins, strict=True)
+            for block in table[:begin]
+        }
         self.computed = [
             (Wanted(index, group), table[index])
-            for group, table in enumerate(tables)
+            for group, (table, begin) in enumerate(zip(tables, begins, strict=True))
             for index in range(begin, len(table))
             if not table[index].is_null
         ]

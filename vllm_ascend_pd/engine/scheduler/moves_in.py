@@ -187,9 +187,10 @@ class MovesIn(Part):
         move.round = Round(move, self, answer)
         self._hold(move)
         missing = self.common.phantoms.find_missing(request, move.round, not answer.is_frozen)
+        num_missing = len(set(map(self.common.phantoms.unit_of, missing)))
         if answer.is_frozen and not missing and not move.round.num_tail_tokens:
             self._ready(move)
-        elif not answer.is_frozen and len({place.block_index for place in missing}) <= _MAX_MISSING:
+        elif not answer.is_frozen and num_missing <= _MAX_MISSING:
             self._advance(move, ComingEvent.FREEZE)
             self._ask_more(move, freeze=True)
         elif move.num_rounds == _MAX_ROUNDS + answer.is_frozen:
@@ -234,7 +235,7 @@ class MovesIn(Part):
             for index in wanted:
                 if index in held:
                     continue
-                block = cached_block(self._blocks, request.block_hashes[index], group)
+                block = cached_block(self._blocks, request, index, group)
                 if block is not None:
                     self._blocks.touch([block])
                     held[index] = block
@@ -335,7 +336,8 @@ class Round(PeerSource):
         return 0 if self._is_cut else self._num_tail_tokens
 
     def has_block(self, index: int, group: int = 0) -> bool:
-        return self._answer.first_blocks[group] <= index < self.num_blocks
+        is_before = self._moves.common.groups[group].unit_of(index) < self.num_blocks
+        return is_before and self._answer.first_blocks[group] <= index
 
     def has_tail(self, index: int) -> bool:
         return self._answer.is_frozen and self.num_tail_tokens > 0 and index == self.num_blocks

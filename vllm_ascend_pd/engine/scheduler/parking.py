@@ -20,11 +20,11 @@ from vllm_ascend_pd.engine.vllm_api.groups import block_table
 from vllm_ascend_pd.kv.span import Wanted
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
-    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, KVCacheManager
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, KVCacheManager, Request
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import KVGroup
 
@@ -49,18 +49,17 @@ class Parking:
         phantoms: PhantomBlocks,
         loads: Loads,
     ) -> None:
-        """Blocks of all ``groups`` are of one size."""
         self._manager = manager
         self._blocks = manager.block_pool
         self._groups = groups
-        self._size = groups[0]
+        self._unit_size = groups[0].unit_size
         self._phantoms = phantoms
         self._loads = loads
         self.is_suspended = False
         """The KV caches are not there: the engine sleeps."""
-        self.tails: dict[BlockSource, list[KVCacheBlock]] = {}
-        """Tail blocks, by group, that parked loads have filled; the requests' own from admission
-        on.
+        self.tails: dict[BlockSource, list[tuple[Wanted, KVCacheBlock]]] = {}
+        """Tail blocks, and their places, that parked loads have filled; the requests' own from
+        admission on.
         """
 
     def park(self, source: BlockSource, missing: Sequence[Wanted]) -> bool:
@@ -70,28 +69,32 @@ class Parking:
         if self.is_suspended:
             return False
         request = source.request
-        num_full = self._size.tail_index(request.num_tokens)
-        num_kept = missing[-1].block_index + 1 if missing else num_full
+        num_full = self._num_full(request)
+        num_kept = self._phantoms.unit_of(missing[-1]) + 1 if missing else num_full
         kept = [
             block
             for group in self._groups
             for block in cached_blocks(
                 self._blocks,
-                request.block_hashes[group.first_needed(num_kept * group.block_size) : num_kept],
+                request,
+                group.first_needed(num_kept * self._unit_size),
+                num_kept * group.blocks_per_unit,
                 group,
             )
             if block is not None
         ]
         self._blocks.touch(kept)
-        num_tails = len(self._groups) if source.has_tail(num_full) else 0
-        num_blocks = len(missing) + num_tails
+        tails = []
+        if source.has_tail(num_full):
+            tails = self._tail_places(source, num_full, source.max_tail_tokens)
+        num_blocks = len(missing) + len(tails)
         enough = self._has_room(num_blocks)
         source.num_short = 0 if enough else num_blocks
         source.look_again_at = time.monotonic() + _LOOK_AGAIN_S
         if enough:
             blocks = self._blocks.get_new_blocks(len(missing))
-            tails = self._blocks.get_new_blocks(num_tails)
-            self._loads.park(source, missing, blocks, _tails(source, num_full, tails))
+            own = zip(tails, self._blocks.get_new_blocks(len(tails)), strict=True)
+            self._loads.park(source, missing, blocks, _tails(source, own))
             source.advance(SourceEvent.PARK)
         self._blocks.free_blocks(reversed(kept))
         return enough
@@ -119,14 +122,13 @@ class Parking:
             if not result.cause or all(group.keeps_all for group in self._groups):
                 # Of windows and states only those of the load's end are there: no end before it is
                 # whole by them.
-                num_blocks = len({place.block_index for place in loaded[0]})
-                source.num_parked_tokens = num_blocks * self._size.block_size
+                num_units = len(set(map(self._phantoms.unit_of, loaded[0])))
+                source.num_parked_tokens = num_units * self._unit_size
         held = list(record.held)
-        if tails := [tail.block for tail in record.tails]:
-            if not result.cause and wanted:
-                self.tails[source] = tails
-            else:
-                held += tails
+        if record.tails and not result.cause and wanted:
+            self.tails[source] = [(tail.place, tail.block) for tail in record.tails]
+        else:
+            held += [tail.block for tail in record.tails]
         if result.num_resting:
             logger.warning("%d blocks rest: a peer may still write into them", len(held))
             self._loads.rest(result, held)
@@ -137,23 +139,30 @@ class Parking:
     def take_tail(self, source: BlockSource, num_hits: int) -> int:
         """How many tokens of its tail the request is admitted with.
 
-        A tail that is loaded already takes the place of the block that was just allocated for it;
-        else this step loads it into that one. A request that reads no prefix cache computes it.
+        A tail that is loaded already takes the place of what was just allocated for it, but for
+        what windows have left behind; else this step loads it into that. A request that reads no
+        prefix cache computes it.
         """
         request = source.request
-        num_full = self._size.tail_index(request.num_tokens)
+        num_full = self._num_full(request)
         is_read = not request.skip_reading_prefix_cache
         offers = is_read and source.offers and num_hits == num_full
         num_tail = self.num_tail_tokens(source) if offers else 0
         if num_tail:
             tables = [block_table(self._manager, request, group) for group in self._groups]
-            own = [table[num_full] for table in tables]
             if source in self.tails:
-                for table, tail in zip(tables, self.tails[source], strict=True):
-                    table[num_full] = tail
-                self.tails[source] = own
+                unused = []
+                for place, tail in self.tails[source]:
+                    table = tables[place.group]
+                    own = table[place.block_index]
+                    if not own.is_null:
+                        table[place.block_index] = tail
+                    unused.append((place, tail if own.is_null else own))
+                self.tails[source] = unused
             else:
-                self._loads.claim(request, source, [], _tails(source, num_full, own))
+                places = self._tail_places(source, num_full, num_tail)
+                blocks = ((place, tables[place.group][place.block_index]) for place in places)
+                self._loads.claim(request, source, [], _tails(source, blocks))
         self.drop_tail(source)
         return num_tail
 
@@ -164,14 +173,32 @@ class Parking:
     def cache_full_tail(self, source: BlockSource) -> None:
         """Once it has the first token, a tail block that is full is a block like the others."""
         if source in self.tails and source.is_tail_cacheable:
-            index = self._size.tail_index(source.end)
-            places = [Wanted(index, group.id) for group in self._groups]
-            self._phantoms.cache(source.request, places, self.tails[source])
-            source.num_parked_tokens += self._size.block_size
+            places, blocks = zip(*self.tails[source], strict=True)
+            self._phantoms.cache(source.request, places, blocks)
+            source.num_parked_tokens += self._unit_size
             self.drop_tail(source)
 
     def drop_tail(self, source: BlockSource) -> None:
-        self._blocks.free_blocks(self.tails.pop(source, ()))
+        self._blocks.free_blocks(block for _, block in self.tails.pop(source, ()))
+
+    def _num_full(self, request: Request) -> int:
+        """Units before the tail."""
+        return (request.num_tokens - 1) // self._unit_size
+
+    def _tail_places(self, source: BlockSource, num_full: int, num_tokens: int) -> list[Wanted]:
+        """Blocks of so many tokens of the tail, as far as who goes on behind them needs those."""
+        start = num_full * self._unit_size
+        return [
+            Wanted(index, group.id)
+            for group in self._groups
+            for index in range(
+                max(
+                    num_full * group.blocks_per_unit,
+                    group.first_needed(start + source.num_tail_tokens),
+                ),
+                group.tail_index(start + num_tokens) + 1,
+            )
+        ]
 
     def drop_tails(self) -> None:
         for source in list(self.tails):
@@ -191,10 +218,6 @@ class Parking:
             self.drop_tails()
 
 
-def _tails(source: BlockSource, index: int, blocks: Sequence[KVCacheBlock]) -> list[TailBlock]:
-    """``blocks`` by group."""
+def _tails(source: BlockSource, blocks: Iterable[tuple[Wanted, KVCacheBlock]]) -> list[TailBlock]:
     request = source.request
-    return [
-        TailBlock(request, request.num_preemptions, Wanted(index, group), block)
-        for group, block in enumerate(blocks)
-    ]
+    return [TailBlock(request, request.num_preemptions, place, block) for place, block in blocks]

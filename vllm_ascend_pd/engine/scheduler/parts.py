@@ -75,8 +75,8 @@ class Common:
 
     @property
     def block_size(self) -> int:
-        """In tokens; the same in all groups, see ``supported``."""
-        return self.groups[0].block_size
+        """Of a unit, in tokens: of a block where those of all groups are of one size."""
+        return self.groups[0].unit_size
 
     def bytes_per_block(self, group: int = 0) -> int:
         """Of all workers together, if their pipeline stages have as many layers each."""

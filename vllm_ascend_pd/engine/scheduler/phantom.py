@@ -16,6 +16,8 @@ With several KV cache groups the hits end where every group has what a request n
     all tokens  hits  [h0][m1][m2][m3]
     windows           [  ][  ][m2][m3]    the window of the token behind the hits begins in m2
     states            [  ][  ][  ][m3]    with a tail behind them, that of the tail instead
+
+They end behind a unit, see ``kv.span``: what is counted here are units, unless blocks are named.
 """
 
 from __future__ import annotations
@@ -65,10 +67,11 @@ class PhantomBlocks:
     """The published blocks whose loads have not been started (scheduler thread)."""
 
     def __init__(self, block_pool: BlockPool, groups: Sequence[KVGroup]) -> None:
-        """Blocks of all ``groups`` are of one size."""
         self._blocks = block_pool
         self._groups = groups
-        self._size = groups[0]
+        self._unit_size = groups[0].unit_size
+        self._per_unit = [group.blocks_per_unit for group in groups]
+        self._has_sizes = max(self._per_unit) > 1
         self._phantoms: dict[int, Phantom] = {}
 
     def __len__(self) -> int:
@@ -79,13 +82,17 @@ class PhantomBlocks:
         return phantom is not None and phantom.is_current()
 
     def _cached(self, request: Request, index: int, group: KVGroup) -> KVCacheBlock | None:
-        return cached_block(self._blocks, request.block_hashes[index], group)
+        return cached_block(self._blocks, request, index, group)
+
+    def num_units(self, hits: Sequence[Sequence[KVCacheBlock | None]]) -> int:
+        """Of hits, by group."""
+        return len(hits[0]) // self._groups[0].blocks_per_unit
 
     def num_leading_hits(self, request: Request, stop: int) -> int:
-        """How many of the first ``stop`` blocks are cached, counted up to the first that is not."""
+        """How many of the first ``stop`` are cached, counted up to the first that is not."""
         nothing: list[Sequence[KVCacheBlock]] = [[] for _ in self._groups]
         tables = self._reach(request, nothing, stop, 0, False, lambda i, group: False)
-        return len(tables[0])
+        return self.num_units(tables)
 
     def find_missing(
         self, request: Request, source: BlockSource, tail_follows: bool = False
@@ -93,18 +100,18 @@ class PhantomBlocks:
         """What ``source`` has and is not cached here, up to the first block that is neither.
         ``tail_follows``, if it has none yet.
         """
-        return _missing(self._with_source(request, source, tail_follows))
+        return self._missing(self._with_source(request, source, tail_follows))
 
     def num_hits(self, request: Request, source: BlockSource) -> int:
-        """How many blocks are cached here or can be had there, up to the first that is neither."""
-        return len(self._with_source(request, source, False)[0])
+        """How many are cached here or can be had there, up to the first that is neither."""
+        return self.num_units(self._with_source(request, source, False))
 
     def num_shared(self, request: Request, source: BlockSource) -> int:
-        """How many leading blocks another prompt has in common with this one, as far as groups tell
-        that keep all of them: here or there.
+        """How many leading ones another prompt has in common with this one, as far as groups tell
+        that keep all of them: here or there. Of an engine with states, whose blocks are units.
         """
         groups = [group for group in self._groups if group.keeps_all]
-        stop = self._size.tail_index(request.num_tokens)
+        stop = (request.num_tokens - 1) // self._unit_size
         for index in range(stop):
             for group in groups:
                 if not (self._cached(request, index, group) or source.has_block(index, group.id)):
@@ -122,8 +129,8 @@ class PhantomBlocks:
         )
 
     def _stop(self, request: Request, source: BlockSource) -> int:
-        """No hit is behind so many blocks."""
-        return int(min(self._size.tail_index(request.num_tokens), source.max_blocks))
+        """No hit is behind so many."""
+        return int(min((request.num_tokens - 1) // self._unit_size, source.max_blocks))
 
     def _reach(
         self,
@@ -134,41 +141,48 @@ class PhantomBlocks:
         has_tail: bool,
         has_block: Callable[[int, int], bool],
     ) -> list[Table]:
-        """``hits`` by group, and what follows up to ``stop`` blocks that is cached or can be had:
-        as far as all groups go. With all of the blocks the request has ``num_tail_tokens`` more,
+        """``hits`` by group, and what follows up to ``stop`` that is cached or can be had: as far
+        as all groups go. With all of the units the request has ``num_tail_tokens`` more,
         and if it ``has_tail`` may come to them: then it needs the state behind the tail only, but
         that at the last boundary is had for those who share the blocks.
         """
-        start, whole = len(hits[0]), stop
+        start, whole = self.num_units(hits), stop
         tables: list[Table] = [list(blocks) for blocks in hits]
         for group, table in zip(self._groups, tables, strict=True):
             if group.keeps_all:
-                hashes = request.block_hashes[start:stop]
-                for index, block in enumerate(cached_blocks(self._blocks, hashes, group), start):
+                each = group.blocks_per_unit
+                first, end = start * each, stop * each
+                found = cached_blocks(self._blocks, request, first, end, group)
+                for index, block in enumerate(found, first):
                     if block is None and not has_block(index, group.id):
-                        stop = index
+                        stop = group.unit_of(index)
                         break
                     table.append(block)
         windows = [group for group in self._groups if not group.keeps_all]
         rest = list(windows)
         while stop > start and rest:
             group = rest.pop()
-            end = stop * group.block_size + (num_tail_tokens if stop == whole else 0)
-            first = min(group.first_needed(end), stop)
+            end = stop * self._unit_size + (num_tail_tokens if stop == whole else 0)
+            num_blocks = stop * group.blocks_per_unit
+            first = min(group.first_needed(end), num_blocks)
             if group.state and has_tail and stop == whole:
                 last = self._cached(request, stop - 1, group)
                 first = stop - (last is not None or has_block(stop - 1, group.id))
             window: Table = []
-            for index in range(stop - 1, first - 1, -1):
+            for index in range(num_blocks - 1, first - 1, -1):
                 block = self._cached(request, index, group)
                 if block is None and not has_block(index, group.id):
-                    stop, rest = index, list(windows)  # no end behind this one will do
+                    # No end behind this one will do.
+                    stop, rest = group.unit_of(index), list(windows)
                     break
                 window.append(block)
             tables[group.id] = [*[self._blocks.null_block] * first, *reversed(window)]
         if stop <= start:
             return [list(blocks) for blocks in hits]
-        return [table[:stop] for table in tables]
+        return [
+            table[: stop * group.blocks_per_unit]
+            for group, table in zip(self._groups, tables, strict=True)
+        ]
 
     def publish(
         self,
@@ -178,7 +192,7 @@ class PhantomBlocks:
         num_tail_tokens: int,
     ) -> tuple[Sequence[KVCacheBlock], ...]:
         """Publish what ``source`` has after ``hits`` and is not cached; the request's hits then, by
-        group. With all of the blocks it is scheduled on ``num_tail_tokens`` more.
+        group. With all of the units it is scheduled on ``num_tail_tokens`` more.
 
         That is what a second lookup would return: the leading cached blocks, and where a group
         needs the last ones only, these. An engine with an EAGLE or MTP drafter takes one less, to
@@ -188,17 +202,19 @@ class PhantomBlocks:
         stop = self._stop(request, source)
         last = min(source.num_blocks, stop)
         num_free = self._blocks.get_num_free_blocks()
-        if last <= len(hits[0]) or source.is_cut_short(len(hits[0]), num_free):
+        num_hits = self.num_units(hits)
+        if last <= num_hits or source.is_cut_short(num_hits, num_free):
             return tuple(hits)
 
         def has_block(index: int, group: int) -> bool:
-            return index < last and not source.parked_only and source.has_block(index, group)
+            is_before = index // self._per_unit[group] < last
+            return is_before and not source.parked_only and source.has_block(index, group)
 
         whole = stop
         while True:
             tail = num_tail_tokens if stop == whole else 0
             tables = self._reach(request, hits, stop, tail, tail > 0, has_block)
-            missing = _missing(tables)
+            missing = self._missing(tables)
             if not missing:  # so in each pass for a request that finds no memory
                 return tuple(cast("list[KVCacheBlock]", table) for table in tables)
             # What is there already must survive get_new_blocks, which evicts the least recently
@@ -209,7 +225,7 @@ class PhantomBlocks:
             if len(missing) <= num_left:
                 break
             self._blocks.free_blocks(reversed(kept))
-            stop = missing[num_left].block_index  # where windows end there, too, is looked up
+            stop = self.unit_of(missing[num_left])  # where windows end there, too, is looked up
             source.cut_short = stop, num_free
         new = self._blocks.get_new_blocks(len(missing))
         for place, block in zip(missing, new, strict=True):
@@ -264,18 +280,20 @@ class PhantomBlocks:
         phantoms, self._phantoms = self._phantoms, {}
         self._blocks.evict_blocks({i for i, phantom in phantoms.items() if phantom.is_current()})
 
+    def unit_of(self, place: Wanted) -> int:
+        return place.block_index // self._per_unit[place.group]
 
-def _missing(tables: Sequence[Table]) -> list[Wanted]:
-    """In the order of their indices."""
-    missing = [
-        Wanted(index, group)
-        for group, table in enumerate(tables)
-        for index, block in enumerate(table)
-        if block is None
-    ]
-    if len(tables) > 1:
-        missing.sort()
-    return missing
+    def _missing(self, tables: Sequence[Table]) -> list[Wanted]:
+        """In the order of their units, and of their indices."""
+        missing = [
+            Wanted(index, group)
+            for group, table in enumerate(tables)
+            for index, block in enumerate(table)
+            if block is None
+        ]
+        if len(tables) > 1:
+            missing.sort(key=(lambda x: (self.unit_of(x), x)) if self._has_sizes else None)
+        return missing
 
 
 def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:

@@ -432,7 +432,7 @@ class Producer(Part):
         groups, end = self._common.groups, known_end(request)
         blocks = (GroupBlocks(g.block_size, (), block_hashes(request, g, end)) for g in groups)
         span = Span(0, end, tuple(blocks))
-        starts = [span.tail_start(group.id) for group in groups]
+        start = span.unit_start
         return Lease(
             transfer_id=transfer_id,
             span=span,
@@ -442,7 +442,7 @@ class Producer(Part):
                     tail_extra_keys(request, start, end),
                     is_whole=bool(group.state),
                 )
-                for group, start in zip(groups, starts, strict=True)
+                for group in groups
             ),
             announced=announced,
             request_id=request.request_id,

@@ -73,7 +73,7 @@ class PeerSource(BlockSource):
         origin.num_local_tokens = num_local
         origin.num_peer_tokens = num_external
         origin.num_computed_tokens = origin.num_prompt_tokens - num_local - num_external
-        origin.num_peer_blocks = -(-num_external // self._peers.groups[0].block_size)
+        origin.num_peer_blocks = -(-num_external // self._peers.groups[0].unit_size)
 
 
 class RemotePrompt(PeerSource):
@@ -96,7 +96,7 @@ class RemotePrompt(PeerSource):
         self._groups = peers.groups
         # States are copied on before the forward, whose layers wait for what a step loads.
         self.parked_only = peers.transfer.places_directly or peers.has_states
-        self._size = peers.groups[0]
+        self._unit_size = peers.groups[0].unit_size
         self._workers: tuple[Worker, ...] = ()
         self._num_tail_tokens = 0
         """Of the tail of what the producer has, perhaps with its last token, perhaps all."""
@@ -128,9 +128,9 @@ class RemotePrompt(PeerSource):
     # What the producer says.
 
     def opened(self, answer: Opened) -> None:
-        num_before_tail = self._size.tail_index(self.end)
-        self._num_blocks = min(answer.end // self._size.block_size, num_before_tail)
-        tail_start = num_before_tail * self._size.block_size
+        num_before_tail = (self.end - 1) // self._unit_size
+        self._num_blocks = min(answer.end // self._unit_size, num_before_tail)
+        tail_start = num_before_tail * self._unit_size
         self._num_tail_tokens = max(0, min(answer.end, self.end) - tail_start)
         self._first_token_follows = answer.first_token_follows
         self._workers = answer.workers
@@ -200,11 +200,7 @@ class RemotePrompt(PeerSource):
     @property
     def is_tail_cacheable(self) -> bool:
         """Whether the tail is full, and no token of it is computed."""
-        return (
-            self._num_tail_tokens == self._size.block_size
-            and self.is_continued
-            and not self.is_stale
-        )
+        return self._num_tail_tokens == self._unit_size and self.is_continued and not self.is_stale
 
     @property
     def num_blocks(self) -> int:
@@ -216,16 +212,22 @@ class RemotePrompt(PeerSource):
         is that behind the whole tail.
         """
         num_tokens = self._num_tail_tokens
-        num_known = (self.request.num_tokens - 1) % self._size.block_size
+        num_known = (self.request.num_tokens - 1) % self._unit_size
         if self._peers.has_states and num_known < num_tokens:
             return 0
         return min(num_tokens, num_known)
 
+    @property
+    def max_tail_tokens(self) -> int:
+        return self._num_tail_tokens
+
     def has_block(self, index: int, group: int = 0) -> bool:
         """Its peer keeps what whoever goes on behind the span needs."""
         # Asked for each block: all but the last one can be told at once.
-        is_there = index < self._num_blocks or index < self.num_blocks
-        return is_there and self._groups[group].is_kept(index, self.end)
+        kv_group = self._groups[group]
+        unit = index // kv_group.blocks_per_unit
+        is_there = unit < self._num_blocks or unit < self.num_blocks
+        return is_there and kv_group.is_kept(index, self.end)
 
     def has_tail(self, index: int) -> bool:
         follows = self._first_token_follows and not self.is_continued
@@ -238,7 +240,7 @@ class RemotePrompt(PeerSource):
         has_all = all(group.keeps_all for group in self._groups)
         if self._transfer.load is LoadFromPeer.ALL or not self.is_complete or not has_all:
             return 0.0
-        return self._peers.prefill.ms(self._size.block_size)
+        return self._peers.prefill.ms(self._unit_size)
 
     def use(self, plan: LoadPlan, num_offered: int) -> None:
         super().use(plan, num_offered)
@@ -323,7 +325,7 @@ class RemotePrompt(PeerSource):
             timeout_s = self._transfer.load_timeout_s
             if not self.is_complete:
                 timeout_s = self._transfer.prefill_timeout_s
-                num_awaited = self.num_blocks * self._size.block_size
+                num_awaited = self.num_blocks * self._unit_size
                 num_awaited += self._num_tail_tokens if blocks[0].has_tail else 0
         return LoadSpec(
             load_id=load_id,
@@ -358,7 +360,7 @@ class RemotePrompt(PeerSource):
             kept = min(prompt.num_peer_tokens, self._num_kept_tokens)
             prompt.num_computed_tokens += prompt.num_peer_tokens - kept
             prompt.num_peer_tokens = kept
-            prompt.num_peer_blocks = kept // self._size.block_size
+            prompt.num_peer_blocks = kept // self._unit_size
         self._peers.is_over(self)
 
     def count(self, num_local: int, num_external: int, indices: Sequence[int]) -> None:

@@ -100,7 +100,8 @@ class SchedulerSide:
     def on_slots_allocated(self, request: Request, new_computed_blocks: KVCacheBlocks) -> None:
         hits = new_computed_blocks.blocks
         if self._supply.allocated(request, hits):
-            self._arrivals.admitted(request, len(hits[0]) * self.common.block_size)
+            num_hits = self.common.phantoms.num_units(hits)
+            self._arrivals.admitted(request, num_hits * self.common.block_size)
 
     # The step and its output.
 

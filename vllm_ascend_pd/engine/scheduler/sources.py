@@ -119,7 +119,8 @@ class BlockSource(ABC):
     """Blocks of one request's span [0, ``end``) that are held elsewhere: by a peer, or by the pool.
 
     Scheduler thread only. A load of blocks that are gone meanwhile fails; it never gets others.
-    ``block index`` counts the span's blocks, which are of one size in all KV cache groups.
+    ``block index`` counts the span's blocks in a KV cache group; numbers of blocks are those of
+    units, see ``kv.span``.
     """
 
     is_complete = True
@@ -175,6 +176,11 @@ class BlockSource(ABC):
     @abstractmethod
     def num_tail_tokens(self) -> int:
         """Tokens that can be had of the span's tail."""
+
+    @property
+    def max_tail_tokens(self) -> int:
+        """The same, if more tokens are known when the request is admitted."""
+        return self.num_tail_tokens
 
     @abstractmethod
     def has_block(self, index: int, group: int = 0) -> bool:

@@ -150,16 +150,17 @@ class Supply:
         return False
 
     def _parks_tail(self, source: BlockSource) -> bool:
-        index = self._groups[0].tail_index(source.request.num_tokens)
+        index = (source.request.num_tokens - 1) // self._block_size
         return self._has_states and source.has_tail(index)
 
     def _plan(self, source: BlockSource, missing: list[Wanted]) -> tuple[list[Wanted], bool]:
         """What of the missing blocks is loaded, and whether beside the steps."""
-        num_offered = missing[-1].block_index + 1
+        unit_of = self._phantoms.unit_of
+        num_offered = unit_of(missing[-1]) + 1
         load_ms: list[float | None] = [None] * num_offered
         for place, block_ms in zip(missing, source.load_ms(missing), strict=True):
             # Of windows a source is known to have those of its own end: it is all or nothing.
-            at = (missing[0] if self._has_windows else place).block_index
+            at = unit_of(missing[0] if self._has_windows else place)
             load_ms[at] = (load_ms[at] or 0.0) + block_ms
         decided = plan(
             Question(
@@ -173,7 +174,7 @@ class Supply:
         )
         source.use(decided, num_offered)
         parks = decided.parks or source.always_parks
-        return [place for place in missing if place.block_index < decided.num_blocks], parks
+        return [place for place in missing if unit_of(place) < decided.num_blocks], parks
 
     def _others_wait(self) -> bool:
         """Whether an in-step load would hold up other requests."""
@@ -225,8 +226,8 @@ class Supply:
             return hit
         num_tail = self._parking.num_tail_tokens(source)
         tables = self._phantoms.publish(request, hit[0], source, num_tail)
-        num_blocks = len(tables[0])
-        if num_blocks < self._groups[0].tail_index(request.num_tokens):
+        num_blocks = self._phantoms.num_units(tables)
+        if num_blocks < (request.num_tokens - 1) // self._block_size:
             num_tail = 0
         end = num_blocks * self._block_size + num_tail
         if self._has_windows:
@@ -256,14 +257,14 @@ class Supply:
 
     def allocated(self, request: Request, hits: Sequence[Sequence[KVCacheBlock]]) -> bool:
         """The request has committed to ``hits``, by group; whether they may be of a source."""
-        self._loads.note_begin(request, len(hits[0]))
+        num_blocks = self._phantoms.num_units(hits)
+        self._loads.note_begin(request, num_blocks)
         if not hits[0] and self.is_idle:
             return False
         phantoms = [phantom for table in hits for phantom in self._phantoms.claim(table)]
         for used in dict.fromkeys(phantom.source for phantom in phantoms):
             self._loads.claim(request, used, [p for p in phantoms if p.source is used])
             self._step_ms += used.plan.load_ms if used.plan is not None else 0.0
-        num_blocks = len(hits[0])
         source = self.source_of(request) or self._find(request)
         num_tail = self._parking.take_tail(source, num_blocks) if source is not None else 0
         if self._loads.in_steps():
@@ -273,7 +274,7 @@ class Supply:
                 self._note_computed()
             for table in hits:
                 self._loads.note_user(request, table)
-        indices = sorted({phantom.place.block_index for phantom in phantoms})
+        indices = sorted({self._phantoms.unit_of(phantom.place) for phantom in phantoms})
         num_hit = num_blocks * self._block_size
         num_external = len(indices) * self._block_size
         if source is not None:

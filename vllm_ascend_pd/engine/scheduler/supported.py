@@ -43,7 +43,7 @@ _EACH_RANK = "start each with a `vllm serve` of its own that has --data-parallel
 _SUPERVISED = ("--data-parallel-multi-port-external-lb", "-dpm")
 KINDS = (
     *("FullAttentionSpec", "MLAAttentionSpec", "AscendMLAAttentionSpec"),
-    *("SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
+    *("SlidingWindowSpec", "SlidingWindowMLASpec", "ChunkedLocalAttentionSpec", "MambaSpec"),
 )
 """Of the KV cache groups of a model."""
 
@@ -142,8 +142,12 @@ def check_config(config: VllmConfig) -> None:
             "diffusion models, which denoise many tokens at once instead of sampling the next one",
         ),
         (
-            compresses_kv(config),
-            "attention to compressed KV, which is kept in blocks of other sizes (DeepSeek V4)",
+            compresses_kv(config) and is_ascend(config),
+            "attention to compressed KV on NPUs (DeepSeek V4)",
+        ),
+        (
+            compresses_kv(config) and method in DRAFTERS,
+            f"speculative decoding with the method {method} beside compressed KV (DeepSeek V4)",
         ),
         (
             encoder_decides_positions(config),
@@ -323,8 +327,16 @@ def check_supported(scheduler: Scheduler) -> None:
             "windows or states in all layers",
         ),
         (
-            len({(group.block_size, group.page_bytes) for group in groups}) > 1,
-            "KV cache groups with blocks of different sizes",
+            len({group.page_bytes for group in groups}) > 1,
+            "KV cache groups with pages of different sizes",
+        ),
+        (
+            scheduler.hash_block_size != scheduler.block_size
+            and _has("pool", scheduler.vllm_config),
+            (
+                "a pool beside KV cache groups with blocks of different sizes, or hash blocks"
+                " smaller than KV blocks (leave pool and --prefix-match-unit out)"
+            ),
         ),
         (
             has_caches_beside(scheduler.kv_cache_config)
@@ -347,8 +359,8 @@ def check_supported(scheduler: Scheduler) -> None:
             ),
         ),
         (
-            scheduler.hash_block_size != scheduler.block_size,
-            "hash blocks smaller than KV blocks (leave out --prefix-match-unit)",
+            has_states(groups) and scheduler.hash_block_size != scheduler.block_size,
+            "hash blocks smaller than the blocks of states (leave out --prefix-match-unit)",
         ),
         (scheduler.is_encoder_decoder, "encoder-decoder models"),
     )

@@ -42,15 +42,20 @@ def split_key(key: bytes) -> tuple[bytes, int]:
     return bytes(get_block_hash(key)), get_group_id(key)
 
 
-def cached_block(pool: BlockPool, block_hash: BlockHash, group: KVGroup) -> KVCacheBlock | None:
-    """The block of the prefix cache with that content."""
+def cached_block(
+    pool: BlockPool, request: Request, index: int, group: KVGroup
+) -> KVCacheBlock | None:
+    """The block of the prefix cache with what the request's block ``index`` holds."""
+    block_hash = request.block_hashes[group.last_hash(index)]
     return pool.cached_block_hash_to_block.get_one_block(block_key(block_hash, group.id))
 
 
 def cached_blocks(
-    pool: BlockPool, hashes: Iterable[BlockHash], group: KVGroup
+    pool: BlockPool, request: Request, start: int, stop: int, group: KVGroup
 ) -> Iterator[KVCacheBlock | None]:
-    """``cached_block`` of each, when it is asked for."""
+    """``cached_block`` of those from ``start`` to ``stop``, when each is asked for."""
+    every = group.hashes_per_block
+    hashes = request.block_hashes[group.last_hash(start) : stop * every : every]
     return map(pool.cached_block_hash_to_block.get_one_block, block_keys(hashes, group.id))
 
 

@@ -31,30 +31,40 @@ MAX_CUTS = 16
 """Of a page: each is copied by itself."""
 
 
-def kv_groups(config: KVCacheConfig, stops_early: bool = False) -> tuple[KVGroup, ...]:
-    """Those of the engine. For ``stops_early`` see ``KVGroup``.
+def kv_groups(
+    config: KVCacheConfig, stops_early: bool = False, hash_block_size: int = 0
+) -> tuple[KVGroup, ...]:
+    """Those of the engine, which hashes so many tokens at a time. For ``stops_early`` see
+    ``KVGroup``.
 
     Raises:
         ConfigError: layers whose pages cannot be made pages of one size.
     """
-    sizes = layer_bytes(config)
+    sizes_of = _layer_bytes_by_group(config)
+    unit = math.lcm(*(group.kv_cache_spec.block_size for group in config.kv_cache_groups))
+    whole_block = whole_block_bytes(config)
     groups: list[KVGroup] = []
-    for group in config.kv_cache_groups:
+    for group, sizes in zip(config.kv_cache_groups, sizes_of, strict=True):
         spec = group.kv_cache_spec
-        page_bytes, layers, several = _pages(
-            {name: size for name, size in sizes.items() if name in group.layer_names}, spec
-        )
+        if whole_block:
+            several = tuple(sorted(set(sizes.values())))
+            page_bytes, layers = whole_block, tuple(group.layer_names[:1])
+        else:
+            page_bytes, layers, several = _pages(sizes, spec)
         groups.append(
             KVGroup(
                 id=len(groups),
                 block_size=spec.block_size,
                 page_bytes=page_bytes,
                 layers=layers,
-                window=_attribute(spec, "SlidingWindowSpec", "sliding_window"),
+                window=_attribute(spec, "SlidingWindowSpec", "sliding_window")
+                or _attribute(spec, "SlidingWindowMLASpec", "sliding_window"),
                 chunk=_attribute(spec, "ChunkedLocalAttentionSpec", "attention_chunk_size"),
                 state=_state(spec),
                 stops_early=stops_early and type(spec).__name__ == "MambaSpec",
                 sizes=several,
+                blocks_per_unit=unit // spec.block_size,
+                hashes_per_block=spec.block_size // (hash_block_size or spec.block_size),
             )
         )
     return tuple(groups)
@@ -92,6 +102,40 @@ def _pages(sizes: dict[str, int], spec: Any) -> tuple[int, tuple[str, ...], tupl
             " multiple, and as large ones"
         )
     return joined.pop(), tuple(names[0] for names in at_place.values()), several
+
+
+def whole_block_bytes(config: KVCacheConfig) -> int:
+    """How large a block is where it is one page of one layer, as groups have layers with pages of
+    sizes that have too little in common, side by side in a block (DeepSeek V4); 0 elsewhere.
+
+        compressed KV       block 7  [ layer 0    | indexer | layer 1 | layer 2    | indexer ]
+        windows             block 8  [ layer 0    | layer 1    | layer 2    ]
+        what is compressed  block 9  [ layer 0   | layer 0, indexer | layer 2   | ... ]
+    """
+    groups, tensors = config.kv_cache_groups, config.kv_cache_tensors
+    strides = {tensor.block_stride for tensor in tensors}
+    if (
+        len(groups) == 1
+        or len(strides) > 1
+        or any(tensor.layer_stride > tensor.block_stride for tensor in tensors)
+    ):
+        return 0
+    try:
+        pages = {
+            _pages(sizes, group.kv_cache_spec)[0]
+            for group, sizes in zip(groups, _layer_bytes_by_group(config), strict=True)
+        }
+    except ConfigError:
+        pages = set()
+    return strides.pop() if len(pages) != 1 else 0
+
+
+def _layer_bytes_by_group(config: KVCacheConfig) -> list[dict[str, int]]:
+    sizes = layer_bytes(config).items()
+    return [
+        {name: size for name, size in sizes if name in group.layer_names}
+        for group in config.kv_cache_groups
+    ]
 
 
 def layer_bytes(config: KVCacheConfig) -> dict[str, int]:
@@ -233,8 +277,9 @@ def known_end(request: Request) -> int:
 
 
 def block_hashes(request: Request, group: KVGroup, end: int) -> tuple[bytes, ...]:
-    """Of the full blocks of its first ``end`` tokens."""
-    return tuple(request.block_hashes[: end // group.block_size])
+    """Of the full units of its first ``end`` tokens."""
+    every = group.hashes_per_block * group.blocks_per_unit
+    return tuple(request.block_hashes[every - 1 : end // group.unit_size * every : every])
 
 
 def block_ids(blocks: Iterable[KVCacheBlock]) -> list[int]:
@@ -260,7 +305,7 @@ def lasting_blocks(
     if group.stops_early and 0 <= index < len(lasting) - 1:
         # Where the rest was computed in two steps, the request has given it up; a step that leaves
         # a state within it has one of other tokens in this block.
-        cached = cached_block(manager.block_pool, request.block_hashes[index], group)
+        cached = cached_block(manager.block_pool, request, index, group)
         lasting[index] = cached if cached is not None and is_whole(cached) else null
     return lasting
 
@@ -278,7 +323,7 @@ def movable_blocks(
     blocks = lasting_blocks(manager, request, group, end, is_whole)
     index = end // group.block_size - 1
     if group.state and index >= 0 and blocks[index].is_null:
-        cached = cached_block(manager.block_pool, request.block_hashes[index], group)
+        cached = cached_block(manager.block_pool, request, index, group)
         if cached is not None and is_whole(cached):
             blocks[index] = cached
     return blocks

@@ -18,6 +18,7 @@ from vllm_ascend_pd.engine.vllm_api.groups import (
     page_bytes,
     place_of,
     unpadded_page_bytes,
+    whole_block_bytes,
 )
 from vllm_ascend_pd.errors import ConfigError
 
@@ -45,6 +46,8 @@ class KVCaches:
     device: torch.device
     kernels: str = ""
     """See `kernel_blocks`."""
+    whole_blocks: bool = False
+    """See `groups.whole_block_bytes`."""
 
     def by_group(self, groups: Sequence[KVGroup]) -> tuple[GroupPages, ...]:
         return tuple(
@@ -77,10 +80,46 @@ def locate(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]) -> KV
     return locate_on_device(kv_cache_config, kv_caches)
 
 
+def _locate_whole_blocks(
+    kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache], on_device: bool = False
+) -> KVCaches:
+    """Each group has one layer, see ``groups.whole_block_bytes``: they are at the same addresses,
+    in different blocks.
+    """
+    caches = [part for cache in kv_caches.values() for part in parts(cache)]
+    storage, num_blocks = caches[0].untyped_storage(), kv_cache_config.num_blocks
+    page, groups = whole_block_bytes(kv_cache_config), kv_cache_config.kv_cache_groups
+    if (
+        any(cache.untyped_storage().data_ptr() != storage.data_ptr() for cache in caches)
+        or storage.nbytes() < page * num_blocks
+    ):
+        raise ConfigError(
+            "InEngine needs the pages of a block, of different sizes, in one allocation of"
+            f" {num_blocks} blocks of {page} bytes"
+        )
+    region = Region(storage.data_ptr(), storage.nbytes())
+    zeros, strides = np.zeros(len(groups), np.int64), np.full(len(groups), page, np.int64)
+    layers = {
+        name: range(index, index + 1)
+        for index, group in enumerate(groups)
+        for name in group.layer_names
+        if name in kv_caches
+    }
+    layout = PageLayout(region, zeros, strides, page)
+    if on_device:
+        flat = torch.as_strided(caches[0].view(torch.uint8), (storage.nbytes(),), (1,), 0)
+        segments = ((Segment(0, 0, page, page),),) * len(groups)
+        layout = DevicePageLayout(region, zeros, strides, page, segments, (flat,), num_blocks)
+    kernels = kernel_blocks(kv_cache_config, kv_caches)
+    return KVCaches(layout, layers, caches[0].device, kernels, whole_blocks=True)
+
+
 def _locate_on_host(
     kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache], first: torch.Tensor
 ) -> KVCaches:
     """One allocation: ``base + offset + layer * stride + block * stride``."""
+    if whole_block_bytes(kv_cache_config):
+        return _locate_whole_blocks(kv_cache_config, kv_caches)
     if kv_cache_config.kv_cache_layout not in _COMPACT_LAYOUTS:
         raise ConfigError(
             f"VLLM_KV_CACHE_LAYOUT={kv_cache_config.kv_cache_layout}: a page must be contiguous;"
@@ -147,6 +186,8 @@ def data_ptr(cache: Cache) -> int:
 
 def locate_on_device(kv_cache_config: KVCacheConfig, kv_caches: Mapping[str, Cache]) -> KVCaches:
     """Pages as runs of bytes in the allocations of one device."""
+    if whole_block_bytes(kv_cache_config):
+        return _locate_whole_blocks(kv_cache_config, kv_caches, on_device=True)
     num_bytes, sizes = unpadded_page_bytes(kv_cache_config), layer_bytes(kv_cache_config)
     if len(set(sizes.values())) == 1:
         sizes = dict.fromkeys(sizes, num_bytes)

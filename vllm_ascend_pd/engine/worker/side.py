@@ -179,6 +179,7 @@ def _create(
         reads_early(vllm_config, kv_caches),
         hooked_layers(kv_cache_config),
         caches.kernels,
+        caches.whole_blocks,
     )
     memory = WorkerMemory(transports, pools, live_regions)
     num_under_way = vllm_config.max_concurrent_batches

@@ -142,6 +142,8 @@ class WorkerLayers:
     """Those that each forward saves, the drafter's apart."""
     kernels: str = ""
     """See ``kv_caches.kernel_blocks``."""
+    whole_blocks: bool = False
+    """Several make one page, so none is served before all are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,7 @@ class WorkerSide:
     ) -> None:
         """``num_under_way`` steps are under way at a time, at most."""
         self.layers = layers
-        self._saved = SavedLayers(layers.index, layers.hooked)
+        self._saved = None if layers.whole_blocks else SavedLayers(layers.index, layers.hooked)
         self._memory = memory
         self._grants = grants
         self._trust = trust
@@ -241,7 +243,8 @@ class WorkerSide:
         if not self._armed:
             return None
         self._armed = False
-        self._saved.begin_step()
+        if self._saved is not None:
+            self._saved.begin_step()
         return ArmedStep(
             self._loader if self._has_loads else None,
             self._grants,
