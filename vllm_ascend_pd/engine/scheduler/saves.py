@@ -418,10 +418,10 @@ class Saves:
         self._ended_at = self._clock()
         message = fold_saved(save.answers)
         self._unpin(save)
-        ok = Status.OK.value
+        stored = Status.OK.value
         for good, status in zip(save.blocks, message.statuses, strict=True):
             self._pending.discard(good.block_hash)
-            if status == ok and not save.is_forgotten:
+            if status == stored and not save.is_forgotten:
                 self._events.stored(good.block_hash, good.event)
         for status, num_blocks in Counter(message.statuses).items():
             self._stats.add("pool_put_blocks", num_blocks, status)
