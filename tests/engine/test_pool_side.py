@@ -347,7 +347,7 @@ def test_bypassed_loads_are_tried_one_at_a_time_beside_the_steps(
         assert not found(engine, engine.request(name=f"other {cause}", start=500)).offers
         assert not supply.try_promote(tried)
         assert not found(engine, engine.request(name=f"another {cause}", start=600)).offers
-        assert engine.loads.num_parked == 1
+        assert engine.loads.need_steps
         end_load(engine, cause)
         assert supply.try_promote(tried)
         assert engine.side.source.load_breaker.closed == (not cause)
@@ -393,7 +393,7 @@ def test_bypassed_load_without_memory_to_be_parked_is_left_to_the_next_request(
     request = engine.request(name="next", start=500)
     assert found(engine, request).offers
     assert not supply.try_promote(request)
-    assert engine.loads.num_parked == 1
+    assert engine.loads.need_steps
 
 
 def answer_late(engine: Engine, lookups: list[Any]) -> threading.Thread:

@@ -203,7 +203,7 @@ class LeaseBook:
             self._renew(lease)
             if not lease.is_opened:
                 self._unopened[lease] = lease.num_blocks
-                self._num_unopened_blocks += lease.num_blocks
+                self._num_unopened_blocks += self._unopened[lease]
             return True
 
     def revoke(self, lease: Lease) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -174,7 +174,8 @@ class Loads:
         """Whether steps go out although there may be nothing to compute: their reports tell of the
         end of parked loads, and of ended ones whose blocks cannot be used yet.
         """
-        return bool(self._resting) or self.num_parked > 0
+        records = chain(self.new, self.running.values())
+        return bool(self._resting) or any(record.parked_for is not None for record in records)
 
     def rest(self, result: LoadResult, blocks: list[KVCacheBlock]) -> None:
         """Keep these blocks: a peer may still write into them."""
@@ -191,13 +192,6 @@ class Loads:
         for load_id in over:
             del self._num_resting[load_id]
         return [block for load_id in over for block in self._resting.pop(load_id)]
-
-    @property
-    def num_parked(self) -> int:
-        if not self.new and not self.running:
-            return 0
-        records = [*self.new, *self.running.values()]
-        return sum(record.parked_for is not None for record in records)
 
     def claim(
         self,
