@@ -368,6 +368,76 @@ def test_what_models_write_over_their_configurations_does_not_count(tiny: Path) 
     assert differences(model_identity(another), before) == {"config", "length"}
 
 
+AWQ = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}
+GPTQ = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True}
+
+
+@pytest.mark.parametrize(
+    ("method", "file", "one", "other"),
+    [
+        ("awq", "quant_config.json", AWQ, {**AWQ, "zero_point": False}),
+        ("gptq", "quantize_config.json", GPTQ, {**GPTQ, "group_size": 64}),
+    ],
+)
+def test_how_weights_are_quantized_counts_where_a_file_says_it(
+    identity: Callable[..., dict[str, str]],
+    copy: Callable[..., Path],
+    method: str,
+    file: str,
+    one: dict[str, Any],
+    other: dict[str, Any],
+) -> None:
+    options = {"dtype": "bfloat16", "quantization": method, "allow_deprecated_quantization": True}
+    found = [
+        identity(copy("model.safetensors", **{file: json.dumps(said)}), **options)
+        for said in (one, one, other)
+    ]
+    assert found[0] == found[1]
+    assert differences(*found[1:]) == {"quant"}
+
+
+def test_such_a_file_does_not_count_where_the_configuration_says_it(
+    identity: Callable[..., dict[str, str]], copy: Callable[..., Path], tiny: Path
+) -> None:
+    """What a download of vLLM's lacks and a whole copy of the repository has."""
+    config = json.loads((tiny / "config.json").read_text())
+    config["quantization_config"] = {**GPTQ, "quant_method": "gptq"}
+    files = {"config.json": json.dumps(config)}
+    downloaded = identity(copy("model.safetensors", **files), dtype="bfloat16")
+    files["quantize_config.json"] = json.dumps(GPTQ)
+    assert identity(copy("model.safetensors", **files), dtype="bfloat16") == downloaded
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("VLLM_MARLIN_INPUT_DTYPE", "int8"), ("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"dtype": "int8"}')],
+)
+def test_variables_that_quantize_otherwise_count_for_a_quantized_model(
+    identity: Callable[..., dict[str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+) -> None:
+    plain, quantized = identity(), identity(dtype="bfloat16", quantization="fp8")
+    monkeypatch.setenv(name, value)
+    assert identity() == plain
+    other = identity(dtype="bfloat16", quantization="fp8")
+    assert differences(other, quantized) == {"quant"}
+
+
+def test_scales_of_a_media_encoder_count(config: VllmConfig, tmp_path: Path) -> None:
+    found = []
+    for name, scale in (("one", 200.0), ("same", 200.0), ("other", 210.0)):
+        file = tmp_path / name
+        file.write_text(json.dumps({"visual.blocks.0.attn.attn": dict.fromkeys("qkv", scale)}))
+        config.model_config.multimodal_config = MultiModalConfig(
+            mm_encoder_attn_dtype="fp8", mm_encoder_fp8_scale_path=str(file)
+        )
+        found.append(model_identity(config))
+    assert found[0] == found[1]
+    assert differences(*found[1:]) == {"media"}
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -21,6 +21,7 @@ from vllm_ascend_pd.engine.vllm_api.config import (
     kept_content,
     kept_stamps,
     media_options,
+    quantizing_variables,
     uses_modelscope,
 )
 from vllm_ascend_pd.engine.weight_files import content_digest
@@ -53,6 +54,7 @@ _SAME_IN_BIN = "pytorch_model*.bin"
 _PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
+_QUANTIZATION_FILES = ("*quant_config.json", "*quantize_config.json")
 _NOT_CONTENT = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "max_model_len"))
 """Of a configuration: where it lies, and who read it."""
 _LLAMA4_TUNING_LENGTH = 32768
@@ -69,24 +71,22 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
         "arch": model.architecture,
         "weights": "",
         "load": _load_format(vllm_config.load_config, model),
-        "quant": str(model.quantization or ""),
+        "quant": "",
         "length": _length(model, config, built_with(vllm_config)[0]),
         "window": "off" if model.disable_sliding_window else "",
         "media": "",
         "code": "",
         "draft": _drafter(vllm_config),
     }
-    if model.quantization_config:
-        parts["quant"] += f"-{digest(model.quantization_config)}"
     if model.model_class_overrides:
         parts["arch"] += f"-{digest(model.model_class_overrides)}"
     folder = model_folder(vllm_config.load_config, model)
+    parts["quant"] = _quantization(model, config, folder)
     parts["weights"] = _weights(vllm_config, vllm_config.load_config, model)
     if model.multimodal_config is not None:
         parts["media"] = digest((media_options(model.multimodal_config), _processor(folder)))
     if model.trust_remote_code and folder is not None:
-        code = sorted(folder.glob("*.py")) if folder.is_dir() else []
-        parts["code"] = digest([(f.name, f.read_text(errors="replace")) for f in code])
+        parts["code"] = digest(_texts(sorted(folder.glob("*.py"))))
     return {name: value for name, value in parts.items() if value}
 
 
@@ -142,9 +142,11 @@ def _drafter(vllm_config: VllmConfig) -> str:
         return ""
     model = speculative.draft_model_config
     load = speculative.draft_load_config or vllm_config.load_config
+    config = _content(kept_content(model))
+    quantization = _quantization(model, config, model_folder(load, model))
     parts = (
-        *(model.architecture, str(model.dtype), str(model.quantization)),
-        *(speculative.kv_cache_dtype, _content(kept_content(model))),
+        *(model.architecture, str(model.dtype), quantization or "None"),
+        *(speculative.kv_cache_dtype, config),
         _weights(vllm_config, load, model),
     )
     return f"{speculative.method}-{digest(parts)}"
@@ -227,9 +229,38 @@ def _is_copy(file: Path) -> bool:
     return file.suffix == ".safetensors" or fnmatch(file.name, _SAME_IN_BIN)
 
 
+def _quantization(model: ModelConfig, config: Mapping[str, Any], folder: Path | None) -> str:
+    """The method, and what says how it is applied: options, files beside the weights, variables."""
+    said: list[object] = [model.quantization_config]
+    if model.quantization:
+        said += [_quantization_files(model, config, folder), quantizing_variables()]
+    return "-".join([str(model.quantization or ""), *(digest(it) for it in said if it)])
+
+
+def _quantization_files(
+    model: ModelConfig, config: Mapping[str, Any], folder: Path | None
+) -> list[tuple[str, str]]:
+    """None where the configuration says it all: then vLLM reads no other, and they may differ."""
+    known = ("quantization_config", "compression_config")
+    told = [part[name] for part in _mappings(config) for name in known if part.get(name)]
+    if told and (model.quantization != "modelopt_mixed" or "quantized_layers" in told[0]):
+        return []
+    if named := config.get("quantization_config_file"):
+        files = [Path(named)]
+    elif folder is not None:
+        files = sorted(file for name in _QUANTIZATION_FILES for file in folder.glob(name))
+    else:
+        files = []
+    return _texts(files)
+
+
 def _processor(folder: Path | None) -> list[tuple[str, str]]:
     """How the model's own files say that images, sounds and videos become what it computes with."""
-    files = [folder / name for name in _PROCESSOR_FILES] if folder is not None else []
+    return _texts(folder / name for name in _PROCESSOR_FILES) if folder is not None else []
+
+
+def _texts(files: Iterable[Path]) -> list[tuple[str, str]]:
+    """Of those that are there."""
     return [(file.name, file.read_text(errors="replace")) for file in files if file.is_file()]
 
 

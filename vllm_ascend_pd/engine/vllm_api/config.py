@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.digest import digest
@@ -22,6 +23,16 @@ DRAFTERS = ("eagle", "eagle3", "mtp", "draft_model")
 
 _CONTENT, _STAMPS, _BUILT_WITH = "pd_content", "pd_stamps", "pd_built_with"
 """Of a ``ModelConfig``, which brings them along into other processes."""
+
+
+_QUANTIZING = {
+    "VLLM_MARLIN_INPUT_DTYPE": None,
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
+    "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
+    "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_CPU_INT4_W4A8": True,
+}
+"""Variables, and their defaults, that decide to what weights or activations are rounded."""
 
 
 def has_drafter(config: VllmConfig) -> bool:
@@ -316,13 +327,30 @@ def media_options(multimodal_config: Any) -> tuple[object, ...]:
         vllm/config/multimodal.py:MultiModalConfig.media_io_kwargs
         vllm/config/multimodal.py:MultiModalConfig.mm_processor_kwargs
         vllm/config/multimodal.py:MultiModalConfig.mm_encoder_attn_dtype
+        vllm/config/multimodal.py:MultiModalConfig.mm_encoder_fp8_scale_path
         vllm/config/multimodal.py:MultiModalConfig.video_pruning_rate
         vllm/config/multimodal.py:MultiModalConfig.video_pruning_method
     """
     media = multimodal_config
     processing = media.media_io_kwargs, media.mm_processor_kwargs, media.mm_encoder_attn_dtype
     pruning = (media.video_pruning_method, media.video_pruning_rate)
-    return *processing, pruning if media.video_pruning_rate else None
+    scales = media.mm_encoder_fp8_scale_path
+    return (
+        *(*processing, pruning if media.video_pruning_rate else None),
+        *((Path(scales).read_text(),) if scales else ()),
+    )
+
+
+def quantizing_variables() -> dict[str, Any]:
+    """Of the environment, what has vLLM compute a quantized model otherwise than by default.
+
+    Touches:
+        vllm/envs.py:environment_variables
+    """
+    from vllm.envs import environment_variables
+
+    told = {name: environment_variables[name]() for name in _QUANTIZING}
+    return {name: value for name, value in told.items() if value != _QUANTIZING[name]}
 
 
 def lora_options(lora_config: LoRAConfig | None) -> tuple[object, ...]:
