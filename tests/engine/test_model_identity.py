@@ -239,6 +239,34 @@ def test_of_safetensors_those_that_the_index_names_count(
     assert differences(streamed, identity()) == {"weights"}
 
 
+@pytest.mark.parametrize("folder", ["whisper-large-v3", "audio_tokenizer"])
+def test_tensors_in_a_folder_of_the_models_count(
+    identity: Callable[..., dict[str, str]], copy: Callable[..., Path], folder: str
+) -> None:
+    found = []
+    for content in (b"one", b"one", b"other"):
+        model = copy("a.safetensors", **{"model.safetensors.index.json": index_of("a.safetensors")})
+        (model / folder).mkdir()
+        (model / folder / "model.safetensors").write_bytes(content)
+        found.append(identity(model))
+    assert found[0] == found[1]
+    assert differences(*found[1:]) == {"weights"}
+
+
+@pytest.mark.parametrize("field", ["text_model_id", "audio_model_id"])
+def test_models_that_a_configuration_names_count(
+    identity: Callable[..., dict[str, str]], tmp_path: Path, field: str
+) -> None:
+    other = tmp_path / "named"
+    other.mkdir()
+    found = []
+    for content in (b"one", b"one", b"other"):
+        (other / "model.safetensors").write_bytes(content)
+        found.append(identity(hf_overrides={field: str(other)}))
+    assert found[0] == found[1]
+    assert differences(*found[1:]) == {"weights"}
+
+
 def test_of_mistrals_format_its_own_files_count(
     identity: Callable[..., dict[str, str]], copy: Callable[..., Path]
 ) -> None:

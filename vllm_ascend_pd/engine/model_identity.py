@@ -51,6 +51,10 @@ _SAFETENSORS = {
 name only some of these."""
 _SAME_IN_BIN = "pytorch_model*.bin"
 """Not read where there are safetensors."""
+_SUBFOLDERS = ("whisper-large-v3", "audio_tokenizer")
+"""Of a model's folder, with tensors of it: those that Kimi-Audio and MiMo make of sounds."""
+_OTHER_MODELS = ("text_model_id", "audio_model_id")
+"""Fields of a configuration that name the models of which this one is made: Ultravox."""
 _PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
@@ -126,9 +130,11 @@ def weight_files(folder: Path) -> list[Path]:
     """The files of a folder that hold tensors; or the one file that a model is."""
     if not folder.is_dir():
         return [folder]
+    folders = (folder, *(folder / name for name in _SUBFOLDERS if (folder / name).is_dir()))
     return sorted(
         file
-        for file in folder.iterdir()
+        for one in folders
+        for file in one.iterdir()
         if file.suffix in _WEIGHT_SUFFIXES and file.name not in _NO_WEIGHTS and file.is_file()
     )
 
@@ -165,6 +171,9 @@ def _weights(vllm_config: VllmConfig, load: LoadConfig, model: ModelConfig) -> s
         return _dummy_weights(vllm_config, model)
     folder = model_folder(load, model)
     files = _read_files(folder, load) if folder is not None else []
+    for name in filter(None, map(kept_content(model).get, _OTHER_MODELS)):
+        other = _folder_of(name, None, load) if files else None
+        files += _read_files(other, load) if other is not None else []
     _refuse_changed(files, model)
     if files:
         kv_transfer_config = vllm_config.kv_transfer_config
@@ -221,7 +230,7 @@ def _read_files(folder: Path, load: LoadConfig) -> list[Path]:
         return files
     if (folder / index).is_file():
         named = set(json.loads((folder / index).read_text())["weight_map"].values())
-        read = {file for file in read if file.name in named}
+        read = {file for file in read if file.name in named or file.parent != folder}
     return [file for file in files if file in read or not _is_copy(file)]
 
 
@@ -268,13 +277,17 @@ def model_folder(load: LoadConfig, model: ModelConfig) -> Path | None:
     """Where the weights lie; of a hub name, the snapshot of the commit that was loaded."""
     if model.model_weights and model.model_weights != model.model:
         return None  # object storage; the folder holds the configuration only
-    path = Path(model.model)
+    return _folder_of(model.model, model.revision, load)
+
+
+def _folder_of(name: str, revision: str | None, load: LoadConfig) -> Path | None:
+    path = Path(name)
     if path.exists():
         return path
     try:
-        return _find_snapshot(model.model, model.revision, load.download_dir)
+        return _find_snapshot(name, revision, load.download_dir)
     except Exception as e:  # noqa: BLE001 - the hub's library: many kinds; it is said by the caller
-        logger.debug("no snapshot of %s: %s", model.model, e)
+        logger.debug("no snapshot of %s: %s", name, e)
         return None
 
 
