@@ -316,7 +316,7 @@ def test_remote_code_counts_where_it_is_trusted(
 ) -> None:
     other = shutil.copytree(tiny, tmp_path / "other")
     (other / "modeling.py").write_text("factor = 2")
-    assert identity() == identity(other)
+    assert identity() == identity(other) == identity(trust_remote_code=True)
     trusted = [identity(model, trust_remote_code=True) for model in (tiny, other)]
     assert differences(*trusted) == {"code"}
 

@@ -109,3 +109,10 @@ def test_kv_dtype_is_the_one_that_the_model_was_built_with(base_config: VllmConf
     before = fingerprint(config, caches)
     config.cache_config.cache_dtype = "fp8_ds_mla"
     assert fingerprint(config, caches) == before
+
+
+def test_kv_dtype_is_auto_where_it_is_the_models_own(base_config: VllmConfig) -> None:
+    config, caches = deepcopy(base_config), kv_cache_config_of(8, SPEC)
+    before = fingerprint(config, caches)
+    config.cache_config.cache_dtype = str(config.model_config.dtype).removeprefix("torch.")
+    assert fingerprint(config, caches) == before

@@ -32,11 +32,13 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     groups = kv_groups(kv_cache_config)
     own = sharding(vllm_config)
     num_parts = num_shares(own.tp_size, own.num_kv_heads)
+    dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     _, kv_dtype = built_with(vllm_config)
+    kv_dtype = "auto" if kv_dtype == dtype else kv_dtype
     parts = {
         "vllm": vllm_version(),
         **model_identity(vllm_config),
-        "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+        "dtype": dtype,
         "kv_dtype": "-".join([kv_dtype, *vllm_config.cache_config.kv_cache_dtype_skip_layers]),
         "layout": str(kv_cache_config.kv_cache_layout),
         "block": _each(group.block_size for group in groups),

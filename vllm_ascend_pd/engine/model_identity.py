@@ -89,8 +89,9 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
     parts["weights"] = _weights(vllm_config, vllm_config.load_config, model)
     if model.multimodal_config is not None:
         parts["media"] = digest((media_options(model.multimodal_config), _processor(folder)))
-    if model.trust_remote_code and folder is not None:
-        parts["code"] = digest(_texts(sorted(folder.glob("*.py"))))
+    code = sorted(folder.glob("*.py")) if model.trust_remote_code and folder is not None else []
+    if code:
+        parts["code"] = digest(_texts(code))
     return {name: value for name, value in parts.items() if value}
 
 
