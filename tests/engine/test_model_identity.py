@@ -453,6 +453,15 @@ def test_variables_that_quantize_otherwise_count_for_a_quantized_model(
     assert differences(other, quantized) == {"quant"}
 
 
+def test_a_benchmark_that_chooses_experts_counts(
+    identity: Callable[..., dict[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it leaves in a pool is not of the model."""
+    plain = identity()
+    monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
+    assert differences(plain, identity()) == {"arch"}
+
+
 def test_scales_of_a_media_encoder_count(config: VllmConfig, tmp_path: Path) -> None:
     found = []
     for name, scale in (("one", 200.0), ("same", 200.0), ("other", 210.0)):

@@ -22,6 +22,7 @@ from vllm_ascend_pd.engine.vllm_api.config import (
     kept_stamps,
     media_options,
     quantizing_variables,
+    simulated_routing,
     uses_modelscope,
 )
 from vllm_ascend_pd.engine.weight_files import content_digest
@@ -84,6 +85,8 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
     }
     if model.model_class_overrides:
         parts["arch"] += f"-{digest(model.model_class_overrides)}"
+    if routing := simulated_routing():
+        parts["arch"] += f"-{digest(routing)}"
     folder = model_folder(vllm_config.load_config, model)
     parts["quant"] = _quantization(model, config, folder)
     parts["weights"] = _weights(vllm_config, vllm_config.load_config, model)

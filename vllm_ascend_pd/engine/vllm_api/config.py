@@ -353,6 +353,17 @@ def quantizing_variables() -> dict[str, Any]:
     return {name: value for name, value in told.items() if value != _QUANTIZING[name]}
 
 
+def simulated_routing() -> str:
+    """How experts are chosen where a benchmark chooses them, and not the model; empty elsewhere.
+
+    Touches:
+        vllm/envs.py:environment_variables
+    """
+    from vllm.envs import environment_variables
+
+    return str(environment_variables["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"]())
+
+
 def lora_options(lora_config: LoRAConfig | None) -> tuple[object, ...]:
     """What decides beside its files what an adapter changes."""
     if lora_config is None:
