@@ -304,6 +304,20 @@ def test_length_is_the_one_that_the_model_was_built_with(tiny: Path) -> None:
     assert model_identity(config)["length"] == model_identity(told)["length"] == "long"
 
 
+def test_of_llama_4_it_counts_whether_it_scales_by_temperature(
+    config: VllmConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its length, or as the generation configuration says."""
+    model = config.model_config
+    monkeypatch.setattr(model, "pd_content", {"model_type": "llama4"}, raising=False)
+    found = []
+    for length, said in ((32768, {}), (32769, {}), (256, {"attn_temperature_tuning": True})):
+        model.max_model_len, model.override_generation_config = length, said
+        found.append(model_identity(config))
+    assert [identity.get("length") for identity in found] == [None, "tuned", "tuned"]
+    assert found[1] == found[2]
+
+
 def test_dummy_weights_depend_on_how_they_are_divided(
     identity: Callable[..., dict[str, str]],
 ) -> None:

@@ -23,6 +23,7 @@ from vllm_ascend_pd.engine.vllm_api.config import (
     media_options,
     quantizing_variables,
     simulated_routing,
+    tunes_attention,
     uses_modelscope,
 )
 from vllm_ascend_pd.engine.weight_files import content_digest
@@ -309,7 +310,7 @@ def _length(model: ModelConfig, config: Mapping[str, Any], max_model_len: int) -
     RoPE may stretch to it, and Llama 4 scales by temperature beyond a length.
     """
     if "llama4" in str(config.get("model_type")):
-        return "tuned" if max_model_len > _LLAMA4_TUNING_LENGTH else ""
+        return "tuned" if tunes_attention(model, max_model_len > _LLAMA4_TUNING_LENGTH) else ""
     for part in _mappings(config):
         kind = part.get("rope_type", part.get("type"))
         if kind == "dynamic":

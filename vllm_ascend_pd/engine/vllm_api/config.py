@@ -364,6 +364,17 @@ def simulated_routing() -> str:
     return str(environment_variables["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"]())
 
 
+def tunes_attention(model: Any, by_default: bool) -> bool:
+    """Whether Llama 4 scales by temperature far behind, as its model asks.
+
+    Touches:
+        vllm/config/model.py:ModelConfig.try_get_generation_config
+        vllm/config/model.py:ModelConfig.override_generation_config
+    """
+    told = {**model.try_get_generation_config(), **model.override_generation_config}
+    return bool(told.get("attn_temperature_tuning", by_default))
+
+
 def lora_options(lora_config: LoRAConfig | None) -> tuple[object, ...]:
     """What decides beside its files what an adapter changes."""
     if lora_config is None:
