@@ -328,7 +328,7 @@ def test_layers_of_which_only_some_have_an_indexer_are_refused_by_name() -> None
     names = [f"model.layers.{n}.self_attn.attn" for n in range(2)]
     specs: dict[str, Any] = {"model.layers.0.self_attn.indexer.k_cache": INDEXER}
     config, caches = of_specs(specs | dict.fromkeys(names, MLA))
-    with pytest.raises(ConfigError, match=r"pages of one size"):
+    with pytest.raises(ConfigError, match=r"pages of one size.*an indexer must be in each layer"):
         locate_on_device(config, caches)
 
 

@@ -76,7 +76,7 @@ class _Speculative:
     [
         ({"vllm_config__cache_config__enable_prefix_caching": False}, "prefix caching is off"),
         ({"vllm_config__cache_config__cache_dtype": "bfloat16"}, "--kv-cache-dtype float16 or"),
-        ({"spec": (WINDOW,)}, "windows or states in all layers"),
+        ({"spec": (WINDOW,)}, "windows or states in all layers .*--disable-sliding-window"),
         ({"spec": (STATE,)}, "windows or states in all layers"),
         (
             {
@@ -96,7 +96,7 @@ class _Speculative:
                 "block_size": 2 * BLOCK_SIZE,
                 "vllm_config__kv_transfer_config__kv_connector_extra_config": {"pool": {}},
             },
-            "a pool beside KV cache groups with blocks of different sizes",
+            "a pool beside KV cache groups with blocks of .*--disable-hybrid-kv-cache-manager",
         ),
         (
             {

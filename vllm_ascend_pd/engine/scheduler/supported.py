@@ -161,7 +161,13 @@ def check_config(config: VllmConfig) -> None:
             "HiSparse, which keeps KV in host memory (leave hisparse_config out)",
         ),
         (parallel.decode_context_parallel_size > 1, "decode context parallel sizes above 1"),
-        (not config.cache_config.enable_prefix_caching, "prefix caching is off (leave it on)"),
+        (
+            not config.cache_config.enable_prefix_caching,
+            (
+                "prefix caching is off (leave it on; models that vLLM itself switches it off for"
+                " cannot take part)"
+            ),
+        ),
         (
             config.cache_config.cache_dtype in ("float16", "bfloat16")
             and str(config.model_config.dtype) != f"torch.{config.cache_config.cache_dtype}",
@@ -324,7 +330,10 @@ def check_supported(scheduler: Scheduler) -> None:
         ),
         (
             not others and not any(group.keeps_all for group in groups),
-            "windows or states in all layers",
+            (
+                "windows or states in all layers (of windows, --disable-sliding-window makes full"
+                " attention, for requests no longer than one)"
+            ),
         ),
         (
             len({group.page_bytes for group in groups}) > 1,
@@ -335,7 +344,9 @@ def check_supported(scheduler: Scheduler) -> None:
             and _has("pool", scheduler.vllm_config),
             (
                 "a pool beside KV cache groups with blocks of different sizes, or hash blocks"
-                " smaller than KV blocks (leave pool and --prefix-match-unit out)"
+                " smaller than KV blocks (where they are of windows,"
+                " --disable-hybrid-kv-cache-manager makes them one, which keeps all KV; else leave"
+                " pool and --prefix-match-unit out)"
             ),
         ),
         (

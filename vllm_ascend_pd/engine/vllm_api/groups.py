@@ -99,7 +99,7 @@ def _pages(sizes: dict[str, int], spec: Any) -> tuple[int, tuple[str, ...], tupl
         raise ConfigError(
             f"InEngine needs layers with pages of one size, or that are small multiples of one, not"
             f" of {list(several)} bytes: a drafter must have as many KV heads as its model, or a"
-            " multiple, and as large ones"
+            " multiple, and as large ones; an indexer must be in each layer"
         )
     return joined.pop(), tuple(names[0] for names in at_place.values()), several
 
