@@ -482,6 +482,7 @@ class Engine:
         return request
 
     def schedule(self) -> Step:
+        self.scheduler.has_requests()  # the engine core asks before each pass
         output = self.scheduler.schedule()
         requests = self.scheduler.requests
         samples = {r for r in output.num_scheduled_tokens if not requests[r].is_prefill_chunk}

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 from vllm.v1.request import RequestStatus
 
 from tests.schedulers.harness import Engines, prompt_of
+from tests.schedulers.test_random_schedulers import SimulatedPool
 
 LATE_S, EARLY_S = 2e9, 1e9
 
@@ -49,3 +53,23 @@ def test_one_that_waits_for_its_peer_leaves_the_others_in_want_of_room(engines: 
     # From 0.31 on the one itself is told apart.
     assert scheduler.make_stats().num_skipped_waiting_reqs <= 1
     scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+
+
+def test_lookups_in_the_pool_leave_those_to_come_in_want_of_room(engines: Engines) -> None:
+    """Each request is blocked by its lookup at first; one that no pass comes to waits for room."""
+    options = {"load": "all", "lookup_timeout_ms": 5000}
+    fields = {"max_num_batched_tokens": 64}
+    engine = engines.make("kv_both", pool=options, scheduler_fields=fields)
+    draw: Any = SimpleNamespace(random=lambda: 0.5)
+    pool = SimulatedPool(engine, {}, draw)
+    try:
+        requests = [engine.add(f"r{n}", prompt_of(64, start=100 * n)) for n in range(4)]
+        engine.schedule_until_admitted(requests[0])
+        scheduler = engine.scheduler
+        assert scheduler.prefill_capacity_bound
+        assert scheduler.make_stats().num_waiting_reqs == 3
+        assert scheduler.make_stats().num_skipped_waiting_reqs == 0
+        engine.run_to_end()
+        pool.finish()
+    finally:
+        pool.close()

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
+from vllm_ascend_pd.engine.vllm_api.status import is_queued, waits_for_kv
+
 if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import Request, RequestQueue, Scheduler
 
@@ -73,7 +75,7 @@ def keep_order_of_arrival(scheduler: Scheduler) -> None:
     Touches:
         vllm/v1/core/sched/request_queue.py:FCFSRequestQueue
     """
-    if (skipped := getattr(scheduler, "skipped_waiting", None)) and scheduler.waiting:
+    if skipped := getattr(scheduler, "skipped_waiting", None):
         waiting = scheduler.waiting
         if isinstance(waiting, FCFSRequestQueue) and isinstance(skipped, FCFSRequestQueue):
             queued = {request.request_id for request in chain(skipped, waiting)}
@@ -81,8 +83,22 @@ def keep_order_of_arrival(scheduler: Scheduler) -> None:
             ordered = [scheduler.requests[one] for one in scheduler.requests if one in queued]
             waiting.clear()
             skipped.clear()
-            # Where the engine looks for those that wait for nothing but room.
+            # Where the engine looks for those that wait for nothing but room: those that it finds
+            # blocked do not stay there.
             waiting.extend(ordered)
+
+
+def count_anew_who_wants_room(scheduler: Scheduler) -> None:
+    """From 0.31 on the engine takes who was blocked once for blocked until it is scheduled. With a
+    lookup for every request that is each of them, and none seems to want room.
+
+    Touches:
+        vllm/v1/core/sched/scheduler.py:Scheduler.deferred_waiting
+            | vllm/v1/core/sched/scheduler.py:Scheduler.skipped_waiting
+    """
+    if deferred := getattr(scheduler, "deferred_waiting", None):
+        # A pass enters those again that it finds blocked.
+        deferred.difference_update([r for r in deferred if is_queued(r) or waits_for_kv(r)])
 
 
 def take_out(scheduler: Scheduler, request: Request) -> int:
