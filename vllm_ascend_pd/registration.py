@@ -224,6 +224,16 @@ def name_of_rank(name: str, rank: int | None) -> str:
     return name if rank is None else f"{name}-dp{rank}"
 
 
+def engine_on(metrics: bytes, rank: int | None) -> int | None:
+    """Label ``engine`` of what a server's ``/metrics`` tell of a rank: requests count those of the
+    server, labels go on from one server of a group to the next. -1: nothing is told of it.
+    """
+    if rank is None:
+        return None
+    numbers = sorted({int(number) for number in re.findall(rb'engine="(\d+)"', metrics)})
+    return numbers[rank] if rank < len(numbers) else -1
+
+
 def check_instance_id(instance_id: str) -> None:
     """``ConfigError`` unless it is a name that logs and metrics can carry."""
     if not re.fullmatch(NAME, instance_id):

@@ -120,8 +120,7 @@ class Registrar(threading.Thread):
         assert config.url is not None
         registration.decode(msgspec.json.encode(description))
         self.state = RegistrarState.NEW
-        name = config.instance_id or registration.default_id(description.url)
-        self.instance_id = registration.name_of_rank(name, description.data_parallel_rank)
+        self.instance_id = config.instance_id or registration.default_id(description.url)
         registration.check_instance_id(self.instance_id)
         self.router = config.url.rstrip("/")
         self._resource = f"{self.router}{registration.PATH}/{self.instance_id}"

@@ -6,12 +6,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.engine.registrar import find_http_url
-from vllm_ascend_pd.engine.vllm_api.config import rank_at_front_end
+from vllm_ascend_pd.engine.vllm_api.config import data_parallel_rank, rank_at_front_end
 from vllm_ascend_pd.engine.vllm_api.events import endpoint_of_rank
-from vllm_ascend_pd.registration import ROLE_OF, KVEndpoint, KVEvents, Registration
+from vllm_ascend_pd.registration import (
+    ROLE_OF,
+    KVEndpoint,
+    KVEvents,
+    Registration,
+    default_id,
+    name_of_rank,
+)
 
 if TYPE_CHECKING:
-    from vllm_ascend_pd.config import PDConfig
+    from vllm_ascend_pd.config import PDConfig, RouterLink
     from vllm_ascend_pd.engine.scheduler.maker import Maker
     from vllm_ascend_pd.engine.vllm_api.config_types import VllmConfig
     from vllm_ascend_pd.engine.vllm_api.types import Scheduler
@@ -50,6 +57,13 @@ def describe(
         block_size=scheduler.block_size,
         num_blocks=scheduler.kv_cache_config.num_blocks,
     )
+
+
+def name_at_router(vllm_config: VllmConfig, link: RouterLink, description: Registration) -> str:
+    """What is given may be the same for all ranks, whatever front end each has; URLs differ."""
+    if link.instance_id:
+        return name_of_rank(link.instance_id, data_parallel_rank(vllm_config))
+    return name_of_rank(default_id(description.url), description.data_parallel_rank)
 
 
 def _kv_events(vllm_config: VllmConfig, host: str) -> KVEvents | None:

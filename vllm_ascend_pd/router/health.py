@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from vllm_ascend_pd.kv.breaker import BreakerState
-from vllm_ascend_pd.registration import ROLE_OF
+from vllm_ascend_pd.registration import ROLE_OF, engine_on
 from vllm_ascend_pd.resume import RunningAt
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.instances import (
@@ -230,13 +230,13 @@ class Prober:
             if server.reading is reading:
                 server.reading = None
         else:
-            rank = instance.spec.data_parallel_rank
-            instance.load = parse_load(text, rank, asked_at)
+            engine = engine_on(text, instance.spec.data_parallel_rank)
+            instance.load = parse_load(text, engine, asked_at)
             instance.hit_rate.note(instance.load)
-            infos = parse_infos(text, rank)
+            infos = parse_infos(text, engine)
             instance.runs_at = place_of(infos)
             instance.fingerprint = fingerprint_of(infos)
-            instance.tokens_made_by = parse_makers(text, rank)
+            instance.tokens_made_by = parse_makers(text, engine)
             self._doubt(instance, infos, text)
         return text is not None
 
@@ -319,10 +319,10 @@ def told_lines(page: bytes) -> bytes:
     return b"\n".join(line for name in (*_LOADS, *_TELLS) for line in _lines(page, name))
 
 
-def _series(text: bytes, name: bytes, rank: int | None) -> Iterator[tuple[bytes, float]]:
-    """Labels and values of vLLM's series of this name, of one rank or of all."""
+def _series(text: bytes, name: bytes, engine: int | None) -> Iterator[tuple[bytes, float]]:
+    """Labels and values of vLLM's series of this name, of one ``engine`` or of all."""
     start = b"vllm:" + name
-    wanted = b"" if rank is None else b'engine="%d"' % rank
+    wanted = b"" if engine is None else b'engine="%d"' % engine
     for line in _lines(text, name):
         labels, _, value = line[len(start) :].rpartition(b" ")
         is_name = not labels or (labels.startswith(b"{") and labels.endswith(b"}"))
@@ -332,10 +332,10 @@ def _series(text: bytes, name: bytes, rank: int | None) -> Iterator[tuple[bytes,
                     yield labels[1:-1], number
 
 
-def parse_load(text: bytes, rank: int | None = None, read_at: float = 0.0) -> EngineLoad:
-    """Of vLLM's ``/metrics``; without ``rank``, several engines behind one server are added up."""
+def parse_load(text: bytes, engine: int | None = None, read_at: float = 0.0) -> EngineLoad:
+    """Of vLLM's ``/metrics``; without ``engine``, those behind one server are added up."""
     text = b"\n" + text
-    found = {name: [value for _, value in _series(text, name, rank)] for name in _LOADS}
+    found = {name: [value for _, value in _series(text, name, engine)] for name in _LOADS}
     sums = {name: sum(values) for name, values in found.items()}
     num_engines = max(len(found[b"kv_cache_usage_perc"]), 1)
     return EngineLoad(
@@ -348,19 +348,19 @@ def parse_load(text: bytes, rank: int | None = None, read_at: float = 0.0) -> En
     )
 
 
-def parse_infos(text: bytes, rank: int | None = None) -> list[dict[str, str]]:
+def parse_infos(text: bytes, engine: int | None = None) -> list[dict[str, str]]:
     """What ``/metrics`` say of the engine, or of each of several behind one server: ``epoch``,
     ``kv_endpoint``, ``fingerprint``.
     """
-    return _labels_of(b"pd_engine_info", text, rank)
+    return _labels_of(b"pd_engine_info", text, engine)
 
 
-def parse_makers(text: bytes, rank: int | None = None) -> TokensMadeBy:
+def parse_makers(text: bytes, engine: int | None = None) -> TokensMadeBy:
     """What ``/metrics`` say of it; of several engines behind one server, in what all agree that say
     something.
     """
     values: dict[tuple[str, str], set[str]] = {}
-    for told in _labels_of(b"pd_tokens_made_by", text, rank):
+    for told in _labels_of(b"pd_tokens_made_by", text, engine):
         if told.keys() >= {"part", "adapter", "value"}:
             values.setdefault((told["part"], told["adapter"]), set()).add(told["value"])
     known = {key: found.pop() for key, found in values.items() if len(found) == 1}
@@ -370,11 +370,11 @@ def parse_makers(text: bytes, rank: int | None = None) -> TokensMadeBy:
     return TokensMadeBy(sampling, grammars, adapters)
 
 
-def _labels_of(name: bytes, text: bytes, rank: int | None) -> list[dict[str, str]]:
+def _labels_of(name: bytes, text: bytes, engine: int | None) -> list[dict[str, str]]:
     """Of those that are 1: what they say is so."""
     return [
         {label.decode(): told.decode(errors="replace") for label, told in _TOLD.findall(labels)}
-        for labels, value in _series(b"\n" + text, name, rank)
+        for labels, value in _series(b"\n" + text, name, engine)
         if value == 1
     ]
 

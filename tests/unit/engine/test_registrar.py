@@ -154,7 +154,7 @@ def test_registers_beats_and_leaves(web: Web, engine: Engine) -> None:
 
 
 def test_data_parallel_rank_is_an_instance_of_its_own(web: Web) -> None:
-    link = RouterLink(url=web.url, http_url=web.url, instance_id="p")
+    link = RouterLink(url=web.url, http_url=web.url, instance_id="p-dp1")
     described = Registration(url=web.url, role="prefill", epoch="e1", data_parallel_rank=1)
     registrar = Registrar(link, described, lambda: False, lambda: None)
     registrar.start()

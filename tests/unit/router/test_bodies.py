@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from vllm_ascend_pd.registration import KVEndpoint
+from vllm_ascend_pd.registration import KVEndpoint, engine_on
 from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES, has_token
 from vllm_ascend_pd.router.bodies import BadRequest, concurrent_params, parse, parse_other
 from vllm_ascend_pd.router.config import Timeouts
@@ -342,8 +342,18 @@ vllm:num_requests_waiting_by_reason{reason="x"} 9.0
     assert load.kv_usage == pytest.approx(0.6)
     assert (load.prefix_queries, load.prefix_hits) == (1000, 250)
     assert parse_load(b"\x00garbage").num_running == 0
-    second = parse_load(text, rank=1)
+    second = parse_load(text, engine=1)
     assert (second.num_running, second.num_waiting, second.kv_usage) == (3, 0, 0.7)
+
+
+def test_engines_of_a_server_are_its_ranks_in_their_order() -> None:
+    """Labels go on from one server of a group to the next, requests count those of one."""
+    numbers = (10, 8, 9)
+    text = "".join(f'vllm:num_requests_running{{engine="{i}",x="1"}} {i}\n' for i in numbers)
+    page = text.encode()
+    assert [engine_on(page, rank) for rank in (None, 0, 1, 2, 3)] == [None, 8, 9, 10, -1]
+    assert parse_load(page, engine_on(page, 2)).num_running == 10
+    assert parse_load(page, engine_on(page, 3)).num_running == 0
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "many", "", '1.0 # {a="b"}'])

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_ascend_pd.cluster.doctor.findings import Finding, fail, ok, reason_of, skipped, warn
 from vllm_ascend_pd.operating import TRUST_FIX
-from vllm_ascend_pd.registration import RANK_HEADER, ROLE_OF, InstanceStatus, Role
+from vllm_ascend_pd.registration import RANK_HEADER, ROLE_OF, InstanceStatus, Role, engine_on
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -234,17 +234,18 @@ async def ask(web: Web, engine: Engine) -> None:
 
 def find_info(page: str, rank: int | None = None) -> dict[str, str]:
     """Labels of ``vllm:pd_engine_info`` on a page of metrics, of a rank or of the first."""
+    number = engine_on(page.encode(), rank)
     for family in text_string_to_metric_families(page):
         if family.name == _INFO:
             for sample in family.samples:
                 # 0: what it was before its weights changed
-                if sample.value and _is_of(sample.labels, rank):
+                if sample.value and _is_of(sample.labels, number):
                     return dict(sample.labels)
     return {}
 
 
-def _is_of(labels: Mapping[str, str], rank: int | None) -> bool:
-    return rank is None or labels.get("engine") == str(rank)
+def _is_of(labels: Mapping[str, str], number: int | None) -> bool:
+    return number is None or labels.get("engine") == str(number)
 
 
 def not_applicable(check: str, engines: Iterable[Engine]) -> list[Finding]:
@@ -452,9 +453,10 @@ def count(page: str, prefix: str, rank: int | None = None) -> dict[str, float]:
     one rank, or of all that the page tells of.
     """
     counts: dict[str, float] = {}
+    number = engine_on(page.encode(), rank)
     for family in text_string_to_metric_families(page):
         for sample in family.samples if family.name.startswith(prefix) else ():
-            if sample.name == f"{family.name}_total" and _is_of(sample.labels, rank):
+            if sample.name == f"{family.name}_total" and _is_of(sample.labels, number):
                 labels = [v for k, v in sample.labels.items() if k not in ("engine", "model_name")]
                 key = " ".join([family.name.removeprefix(prefix), *labels]).strip()
                 counts[key] = counts.get(key, 0) + sample.value
@@ -463,6 +465,7 @@ def count(page: str, prefix: str, rank: int | None = None) -> dict[str, float]:
 
 def bypassed_directions(page: str, rank: int | None = None) -> list[str]:
     """In which the pool is not used at the moment, by one rank, or by any."""
+    number = engine_on(page.encode(), rank)
     return sorted(
         {
             sample.labels.get("direction", "")
@@ -470,7 +473,7 @@ def bypassed_directions(page: str, rank: int | None = None) -> list[str]:
             for sample in family.samples
             if sample.name == "vllm:pd_pool_bypassed"
             and sample.value
-            and _is_of(sample.labels, rank)
+            and _is_of(sample.labels, number)
         }
     )
 

@@ -37,7 +37,7 @@ from vllm_ascend_pd.engine.scheduler.queue_order import QueueOrder
 from vllm_ascend_pd.engine.scheduler.resume import Resumes
 from vllm_ascend_pd.engine.scheduler.side import SchedulerSide
 from vllm_ascend_pd.engine.scheduler.supported import check_supported
-from vllm_ascend_pd.engine.self_description import describe
+from vllm_ascend_pd.engine.self_description import describe, name_at_router
 from vllm_ascend_pd.engine.sharding import can_divide_pages, own_kernels, own_layers, sharding
 from vllm_ascend_pd.engine.suspension import Suspension
 from vllm_ascend_pd.engine.threads import shorten_turns, sleep_where_cores_are_few
@@ -49,7 +49,6 @@ from vllm_ascend_pd.log_limit import limited_logger
 from vllm_ascend_pd.metrics import Stats
 from vllm_ascend_pd.net.trust import Secret, Trust
 from vllm_ascend_pd.pool.link import pool_address
-from vllm_ascend_pd.registration import name_of_rank
 from vllm_ascend_pd.resume import ResumeKey, RunningAt
 from vllm_ascend_pd.transfer.control import ControlClient, ControlServer
 from vllm_ascend_pd.transfer.leases import LeaseBook
@@ -191,15 +190,10 @@ class _Builder:
     def _router_contact(self, url: str, endpoint: Endpoint | None) -> RouterContact:
         """``endpoint`` is where consumers reach this engine."""
         link = msgspec.structs.replace(self._config.router, url=url)
-        if link.instance_id and self._common.rank is None:  # ranks may share what they are given
-            rank = data_parallel_rank(self._scheduler.vllm_config)
-            link = msgspec.structs.replace(link, instance_id=name_of_rank(link.instance_id, rank))
-        registrar = Registrar(
-            link,
-            describe(self._scheduler, self._config, self._epoch, self._maker, endpoint),
-            self._is_ending,
-            self._wake,
-        )
+        told = describe(self._scheduler, self._config, self._epoch, self._maker, endpoint)
+        name = name_at_router(self._scheduler.vllm_config, link, told)
+        link = msgspec.structs.replace(link, instance_id=name)
+        registrar = Registrar(link, told, self._is_ending, self._wake)
         self._opened.callback(registrar.stop)
         registrar.start()
         return RouterContact(self._common, registrar)

@@ -214,25 +214,19 @@ def refuse_among_connectors() -> None:
 
 
 def _check_data_parallel(config: VllmConfig) -> None:
-    """All ranks are engine cores of one front end, on its host, or each has a front end."""
+    """All ranks of a front end are engine cores on its host."""
     parallel, transfer = config.parallel_config, config.kv_transfer_config
     assert transfer is not None
     own = PDConfig.from_kv_transfer_config(transfer)
     pool, last_port = own.pool, own.port_of(parallel.data_parallel_size - 1)
+    has_front_ends = parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb
     _refuse(
         (last_port > 65535, f"kv_port {own.port} and up to {last_port} (a port for each rank)"),
         (
-            parallel.data_parallel_external_lb and not parallel.is_moe_model,
+            has_front_ends and not parallel.is_moe_model,
             (
                 "front ends of their own for data parallel ranks of a model without experts (start"
                 " engines without --data-parallel options: its ranks have nothing in common)"
-            ),
-        ),
-        (
-            parallel.data_parallel_hybrid_lb,
-            (
-                "front ends with several data parallel ranks each (leave out"
-                f" --data-parallel-hybrid-lb and --data-parallel-start-rank: {_EACH_RANK})"
             ),
         ),
         (
@@ -247,11 +241,10 @@ def _check_data_parallel(config: VllmConfig) -> None:
             f"data parallel ranks with --nnodes above 1 (leave it out: {_EACH_RANK})",
         ),
         (
-            parallel.data_parallel_size_local < parallel.data_parallel_size
-            and not (parallel.data_parallel_external_lb or parallel.data_parallel_hybrid_lb),
+            parallel.data_parallel_size_local < parallel.data_parallel_size and not has_front_ends,
             (
-                "data parallel ranks on several hosts behind one front end, or without any (leave"
-                f" out --data-parallel-size-local and VLLM_DP_RANK: {_EACH_RANK})"
+                "data parallel ranks on several hosts behind one front end, or without any (give"
+                " each host one: --data-parallel-hybrid-lb, without --headless or VLLM_DP_RANK)"
             ),
         ),
         (

@@ -139,8 +139,14 @@ def rank_at_front_end(config: VllmConfig) -> int | None:
 
     Touches:
         vllm/v1/engine/input_processor.py:InputProcessor.process_inputs
+        vllm/v1/engine/core.py:EngineCoreProc.run_engine_core
     """
-    return None if config.parallel_config.data_parallel_external_lb else data_parallel_rank(config)
+    parallel = config.parallel_config
+    if parallel.data_parallel_external_lb:
+        return None
+    if parallel.data_parallel_hybrid_lb:  # it counts its own ranks alone
+        return parallel.data_parallel_rank_local
+    return data_parallel_rank(config)
 
 
 def computes_in_lock_step(config: VllmConfig) -> bool:

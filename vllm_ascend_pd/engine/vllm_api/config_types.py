@@ -93,6 +93,7 @@ class ParallelConfig(Protocol):
     data_parallel_size: int
     data_parallel_size_local: int
     data_parallel_index: int
+    data_parallel_rank_local: int | None
     data_parallel_backend: str
     data_parallel_external_lb: bool
     data_parallel_hybrid_lb: bool

@@ -424,10 +424,12 @@ def test_findings_as_json() -> None:
     }
 
 
-def test_what_a_rank_says_is_found_among_that_of_its_server() -> None:
+@pytest.mark.parametrize("first", [0, 9])
+def test_what_a_rank_says_is_found_among_that_of_its_server(first: int) -> None:
+    """Which may have the last ones of a group."""
     page = "".join(
-        f'# TYPE vllm:pd_{sample} {kind}\nvllm:pd_{sample}{{engine="0",x="a"}} 1\n'
-        f'vllm:pd_{sample}{{engine="1",x="b"}} 2\n'
+        f'# TYPE vllm:pd_{sample} {kind}\nvllm:pd_{sample}{{engine="{first}",x="a"}} 1\n'
+        f'vllm:pd_{sample}{{engine="{first + 1}",x="b"}} 2\n'
         for kind, sample in (("gauge", "engine_info"), ("counter", "pool_puts_total"))
     )
     assert [engines.find_info(page, rank)["x"] for rank in (None, 0, 1)] == ["a", "a", "b"]
