@@ -87,6 +87,10 @@ class KVGroup:
         """The tail's index, for a span that ends at ``end``: so many full blocks are before it."""
         return (end - 1) // self.block_size
 
+    def tail_unit(self, end: int) -> int:
+        """The same in units, which are those of all groups."""
+        return (end - 1) // self.unit_size
+
     @property
     def keeps_all(self) -> bool:
         """Whether a request that goes on reads all of its blocks."""

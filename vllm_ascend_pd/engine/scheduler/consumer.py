@@ -362,7 +362,7 @@ class Consumer(Part):
 
 def group_hashes(request: Request, group: KVGroup, known: int, end: int) -> GroupHashes:
     """Of the span [0, ``end``) of ``known`` tokens, all of them or all but the last."""
-    start = (known - 1) // group.unit_size * group.unit_size
+    start = group.tail_unit(known) * group.unit_size
     hashes = block_hashes(request, group, start)
     parent = hashes[-1] if hashes else b""
     extra_keys = tail_extra_keys(request, start, known)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from vllm_ascend_pd.engine.scheduler.loads import LoadRecord, Loads
     from vllm_ascend_pd.engine.scheduler.phantom import PhantomBlocks
-    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, KVCacheManager, Request
+    from vllm_ascend_pd.engine.vllm_api.types import KVCacheBlock, KVCacheManager
     from vllm_ascend_pd.kv.load import LoadResult
     from vllm_ascend_pd.kv.span import KVGroup
 
@@ -69,7 +69,7 @@ class Parking:
         if self.is_suspended:
             return False
         request = source.request
-        num_full = self._num_full(request)
+        num_full = self._groups[0].tail_unit(request.num_tokens)
         num_kept = self._phantoms.unit_of(missing[-1]) + 1 if missing else num_full
         kept = [
             block
@@ -144,7 +144,7 @@ class Parking:
         prefix cache computes it.
         """
         request = source.request
-        num_full = self._num_full(request)
+        num_full = self._groups[0].tail_unit(request.num_tokens)
         is_read = not request.skip_reading_prefix_cache
         offers = is_read and source.offers and num_hits == num_full
         num_tail = self.num_tail_tokens(source) if offers else 0
@@ -180,10 +180,6 @@ class Parking:
 
     def drop_tail(self, source: BlockSource) -> None:
         self._blocks.free_blocks(block for _, block in self.tails.pop(source, ()))
-
-    def _num_full(self, request: Request) -> int:
-        """Units before the tail."""
-        return (request.num_tokens - 1) // self._unit_size
 
     def _tail_places(self, source: BlockSource, num_full: int, num_tokens: int) -> list[Wanted]:
         """Blocks of so many tokens of the tail, as far as who goes on behind them needs those."""

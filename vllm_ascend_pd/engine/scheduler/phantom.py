@@ -111,7 +111,7 @@ class PhantomBlocks:
         that keep all of them: here or there. Of an engine with states, whose blocks are units.
         """
         groups = [group for group in self._groups if group.keeps_all]
-        stop = (request.num_tokens - 1) // self._unit_size
+        stop = self._groups[0].tail_unit(request.num_tokens)
         for index in range(stop):
             for group in groups:
                 if not (self._cached(request, index, group) or source.has_block(index, group.id)):
@@ -130,7 +130,7 @@ class PhantomBlocks:
 
     def _stop(self, request: Request, source: BlockSource) -> int:
         """No hit is behind so many."""
-        return int(min((request.num_tokens - 1) // self._unit_size, source.max_blocks))
+        return int(min(self._groups[0].tail_unit(request.num_tokens), source.max_blocks))
 
     def _reach(
         self,

@@ -128,7 +128,7 @@ class RemotePrompt(PeerSource):
     # What the producer says.
 
     def opened(self, answer: Opened) -> None:
-        num_before_tail = (self.end - 1) // self._unit_size
+        num_before_tail = self._groups[0].tail_unit(self.end)
         self._num_blocks = min(answer.end // self._unit_size, num_before_tail)
         tail_start = num_before_tail * self._unit_size
         self._num_tail_tokens = max(0, min(answer.end, self.end) - tail_start)

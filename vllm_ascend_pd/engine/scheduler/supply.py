@@ -150,7 +150,7 @@ class Supply:
         return False
 
     def _parks_tail(self, source: BlockSource) -> bool:
-        index = (source.request.num_tokens - 1) // self._block_size
+        index = self._groups[0].tail_unit(source.request.num_tokens)
         return self._has_states and source.has_tail(index)
 
     def _plan(self, source: BlockSource, missing: list[Wanted]) -> tuple[list[Wanted], bool]:
@@ -227,7 +227,7 @@ class Supply:
         num_tail = self._parking.num_tail_tokens(source)
         tables = self._phantoms.publish(request, hit[0], source, num_tail)
         num_blocks = self._phantoms.num_units(tables)
-        if num_blocks < (request.num_tokens - 1) // self._block_size:
+        if num_blocks < self._groups[0].tail_unit(request.num_tokens):
             num_tail = 0
         end = num_blocks * self._block_size + num_tail
         if self._has_windows:
