@@ -22,6 +22,7 @@ import requests
 
 from tests.e2e.forked_engines import ForkedEngine, Launcher
 from tests.e2e.servers import free_port
+from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 SHORT = "Hello, my name is"
@@ -97,6 +98,17 @@ def until_all_ok(url: str, num: int) -> None:
 def undrain(url: str, name: str) -> None:
     """At once: a command of its own may take as long to start as some answers to end."""
     requests.delete(f"{url}/registry/instances/{name}/drain", timeout=10).raise_for_status()
+
+
+def complete(url: str, prompt: str, rank: int | None = None, **options: Any) -> dict[str, Any]:
+    """``rank``: of those behind one front end."""
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body |= {"ignore_eos": True, **options}
+    headers = {} if rank is None else {RANK_HEADER: str(rank)}
+    response = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
 
 
 def texts(answer: dict[str, Any]) -> list[str]:

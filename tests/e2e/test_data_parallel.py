@@ -17,10 +17,9 @@ import psutil
 import pytest
 import requests
 
-from tests.e2e.router_cluster import LONG, routing, scraped, texts, until
+from tests.e2e.router_cluster import LONG, complete, routing, scraped, texts, until
 from tests.e2e.servers import free_port
 from tests.e2e.test_up import Up, doctor
-from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -40,20 +39,9 @@ class Ranks:
     d: str
     routers: dict[str, str]
 
-    def complete(
-        self, url: str, prompt: str, rank: int | None = None, **options: Any
-    ) -> dict[str, Any]:
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-        body |= {"ignore_eos": True, **options}
-        headers = {} if rank is None else {RANK_HEADER: str(rank)}
-        response = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
-        assert response.status_code == 200, response.text
-        answer: dict[str, Any] = response.json()
-        return answer
-
     def alone(self, prompt: str) -> list[str]:
         """What one engine says: a consumer computes what it has no parameters for."""
-        return texts(self.complete(self.d, prompt, cache_salt="alone"))
+        return texts(complete(self.d, prompt, cache_salt="alone"))
 
     def order(self, what: str, url: str = "") -> dict[str, Any]:
         """Of the consumer, or that engine, by a path for operators."""
@@ -153,7 +141,7 @@ def test_every_rank_takes_kv_from_every_rank(ranks: Ranks, order: str) -> None:
     in_order = scraped(ranks.routers[order], metric)
     prompts = [f"{order} {i}. " + LONG[: 500 + 100 * i] for i in range(8)]
     for prompt in prompts:
-        got = ranks.complete(ranks.routers[order], prompt)
+        got = complete(ranks.routers[order], prompt)
         assert texts(got) == ranks.alone(prompt)
     until(lambda: sum(ranks.count(rank, "loaded") for rank in (0, 1)) == sum(loaded) + 8)
     assert [ranks.count(rank, "loaded") for rank in (0, 1)] == [number + 4 for number in loaded]
@@ -165,9 +153,9 @@ def test_proxy_that_knows_no_ranks(ranks: Ranks) -> None:
     for i in range(4):
         prompt = f"Stock {i}. " + LONG[:600]
         sent = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1}
-        params = ranks.complete(ranks.p, prompt, **sent)["kv_transfer_params"]
+        params = complete(ranks.p, prompt, **sent)["kv_transfer_params"]
         params["return_provenance"] = True
-        got = ranks.complete(ranks.d, prompt, kv_transfer_params=params)
+        got = complete(ranks.d, prompt, kv_transfer_params=params)
         assert got["kv_transfer_params"]["provenance"]["outcome"] == "loaded"
         assert texts(got) == ranks.alone(prompt)
 
@@ -175,7 +163,7 @@ def test_proxy_that_knows_no_ranks(ranks: Ranks) -> None:
 def test_proxy_that_sends_both_at_once_names_the_rank_in_the_parameters(ranks: Ranks) -> None:
     """Where it sets no header, or the path heeds none."""
     sent: dict[str, Any] = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1}
-    learned = ranks.complete(ranks.p, "Which? " + LONG[:600], 1, **sent)["kv_transfer_params"]
+    learned = complete(ranks.p, "Which? " + LONG[:600], 1, **sent)["kv_transfer_params"]
     learned |= {"remote_epoch": "", "return_provenance": True}
     for i in range(4):
         prompt = f"At once {i}. " + LONG[:600]
@@ -183,10 +171,8 @@ def test_proxy_that_sends_both_at_once_names_the_rank_in_the_parameters(ranks: R
         to_prefill = both | {"do_remote_decode": True}
         to_prefill["data_parallel_rank"] = learned["remote_data_parallel_rank"]
         with ThreadPoolExecutor(1) as threads:
-            threads.submit(
-                ranks.complete, ranks.p, prompt, kv_transfer_params=to_prefill, max_tokens=1
-            )
-            got = ranks.complete(ranks.d, prompt, kv_transfer_params=learned | both)
+            threads.submit(complete, ranks.p, prompt, kv_transfer_params=to_prefill, max_tokens=1)
+            got = complete(ranks.d, prompt, kv_transfer_params=learned | both)
         assert got["kv_transfer_params"]["provenance"]["outcome"] == "loaded"
         assert texts(got) == ranks.alone(prompt)
     body = {"model": "tiny", "prompt": "x", "kv_transfer_params": {"data_parallel_rank": 2}}
@@ -198,12 +184,12 @@ def test_prompt_that_went_to_another_rank_is_computed(ranks: Ranks) -> None:
     """Both requests sent at once, and P's without the header, as far as chance has it."""
     prompt = "Astray. " + LONG[:600]
     sent = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1}
-    params = ranks.complete(ranks.p, "Where? " + prompt, 0, **sent)["kv_transfer_params"]
+    params = complete(ranks.p, "Where? " + prompt, 0, **sent)["kv_transfer_params"]
     assert params["remote_data_parallel_rank"] == 0
     again = {"do_remote_decode": True, "transfer_id": "astray"}
-    ranks.complete(ranks.p, prompt, 1, kv_transfer_params=again, max_tokens=1)
+    complete(ranks.p, prompt, 1, kv_transfer_params=again, max_tokens=1)
     params |= {"transfer_id": "astray", "remote_epoch": "", "return_provenance": True}
-    got = ranks.complete(ranks.d, prompt, kv_transfer_params=params)
+    got = complete(ranks.d, prompt, kv_transfer_params=params)
     assert got["kv_transfer_params"]["provenance"]["outcome"] == "not_arrived"
     assert texts(got) == ranks.alone(prompt)
 
@@ -216,9 +202,9 @@ def test_ranks_share_a_pool(ranks: Ranks, owner: str, rank: int) -> None:
     def loads() -> bool:
         """Each time of another prompt: what is not stored yet is computed."""
         prompt = f"Shared with {owner}, {next(numbers)}. " + LONG[:1500]
-        expected = texts(ranks.complete(ranks.d, prompt, 0))
+        expected = texts(complete(ranks.d, prompt, 0))
         asked = {"kv_transfer_params": {"return_provenance": True}}
-        got = ranks.complete(getattr(ranks, owner), prompt, rank, **asked)
+        got = complete(getattr(ranks, owner), prompt, rank, **asked)
         assert texts(got) == expected
         origin = got["kv_transfer_params"]["provenance"]
         return bool(origin["num_dram_tokens"])
@@ -232,7 +218,7 @@ def test_reset_reaches_every_rank_and_what_it_has_in_the_pool(ranks: Ranks) -> N
 
     def origin(rank: int) -> dict[str, int]:
         asked = {"kv_transfer_params": {"return_provenance": True}}
-        got = ranks.complete(ranks.d, prompt, rank, **asked)
+        got = complete(ranks.d, prompt, rank, **asked)
         assert texts(got) == expected
         told: dict[str, int] = got["kv_transfer_params"]["provenance"]
         return told
@@ -249,12 +235,12 @@ def test_reset_reaches_every_rank_and_what_it_has_in_the_pool(ranks: Ranks) -> N
 def test_ranks_that_were_paused_load_what_has_waited(ranks: Ranks) -> None:
     sent: dict[str, Any] = {"kv_transfer_params": {"do_remote_decode": True}, "max_tokens": 1}
     prompts = [f"Paused {rank}. " + LONG[:600] for rank in (0, 1)]
-    known = [ranks.complete(ranks.p, prompt, **sent)["kv_transfer_params"] for prompt in prompts]
+    known = [complete(ranks.p, prompt, **sent)["kv_transfer_params"] for prompt in prompts]
     ranks.order("pause?mode=keep")
     with ThreadPoolExecutor(2) as threads:
         asked = [
             threads.submit(
-                ranks.complete,
+                complete,
                 ranks.d,
                 prompt,
                 rank,
@@ -262,7 +248,7 @@ def test_ranks_that_were_paused_load_what_has_waited(ranks: Ranks) -> None:
             )
             for rank, (prompt, params) in enumerate(zip(prompts, known, strict=True))
         ]
-        ranks.complete(ranks.p, "Meanwhile. " + LONG[:600])
+        complete(ranks.p, "Meanwhile. " + LONG[:600])
         assert not any(answer.done() for answer in asked)
         ranks.order("resume")
     for prompt, answer in zip(prompts, asked, strict=True):
@@ -279,12 +265,12 @@ def test_ranks_sleep_and_wake_up(ranks: Ranks) -> None:
         """From each rank of P, to each of D."""
         for rank in (0, 1):
             prompt = f"{why}, {rank}. " + LONG[:600]
-            params = ranks.complete(ranks.p, prompt, rank, **sent)["kv_transfer_params"]
+            params = complete(ranks.p, prompt, rank, **sent)["kv_transfer_params"]
             if outcome == "lease_expired":
                 ranks.sleep(ranks.p)
                 ranks.order("wake_up", ranks.p)
             params["return_provenance"] = True
-            got = ranks.complete(ranks.d, prompt, 1 - rank, kv_transfer_params=params)
+            got = complete(ranks.d, prompt, 1 - rank, kv_transfer_params=params)
             assert got["kv_transfer_params"]["provenance"]["outcome"] == outcome
             assert texts(got) == ranks.alone(prompt)
 
@@ -307,10 +293,10 @@ def test_engine_whose_rank_dies_is_started_again_and_no_request_fails(ranks: Ran
     ]
     cores[0].send_signal(signal.SIGKILL)
     for prompt in prompts:
-        assert texts(ranks.complete(ranks.routers["concurrent"], prompt)) == ranks.alone(prompt)
+        assert texts(complete(ranks.routers["concurrent"], prompt)) == ranks.alone(prompt)
     ranks.up.until(lambda: ranks.up.count("prefill-0", "ready") == 2)
 
     for order in ORDERS:
         ranks.up.until(lambda order=order: ranks.are_served(order))
-    got = ranks.complete(ranks.routers["prefill-first"], prompts[0] + " Again.")
+    got = complete(ranks.routers["prefill-first"], prompts[0] + " Again.")
     assert texts(got) == ranks.alone(prompts[0] + " Again.")

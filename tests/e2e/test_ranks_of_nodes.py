@@ -18,13 +18,12 @@ import requests
 
 from tests.checkpoints import copy_with_experts
 from tests.e2e.forked_engines import ForkedEngine, Launcher
-from tests.e2e.router_cluster import LONG, PATIENT, routing, scraped, texts, until
+from tests.e2e.router_cluster import LONG, PATIENT, complete, routing, scraped, texts, until
 from tests.e2e.servers import free_port
 from tests.e2e.test_ranks_with_experts import (
     ORDERS,
     ROUND_ROBIN,
     Rank,
-    complete,
     hand_over,
     listed,
     until_served,

@@ -19,9 +19,8 @@ import requests
 
 from tests.checkpoints import copy_with_experts
 from tests.e2e.forked_engines import ForkedEngine, Launcher
-from tests.e2e.router_cluster import LONG, PATIENT, routing, scraped, texts, until
+from tests.e2e.router_cluster import LONG, PATIENT, complete, routing, scraped, texts, until
 from tests.e2e.servers import free_port
-from vllm_ascend_pd.registration import RANK_HEADER
 from vllm_ascend_pd.testing.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -49,16 +48,6 @@ def ranks_of(
         engine.start()
         engines.append(engine)
     return engines
-
-
-def complete(url: str, prompt: str, rank: int | None = None, **options: Any) -> dict[str, Any]:
-    body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0}
-    body |= {"ignore_eos": True, **options}
-    headers = {} if rank is None else {RANK_HEADER: str(rank)}
-    response = requests.post(f"{url}/v1/completions", json=body, headers=headers, timeout=120)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
 
 
 def info(url: str) -> dict[str, str]:
