@@ -446,6 +446,8 @@ class Engine:
         """Requests that have asked for a peer's KV."""
         self.requests: dict[str, Request] = {}
         self.counts_at_start = self.counts()
+        self.before_pass: Callable[[], object] = lambda: None
+        """When the scheduler has settled what came meanwhile, and nothing more comes."""
 
     @property
     def pool(self) -> Any:
@@ -483,6 +485,7 @@ class Engine:
 
     def schedule(self) -> Step:
         self.scheduler.has_requests()  # the engine core asks before each pass
+        self.before_pass()
         output = self.scheduler.schedule()
         requests = self.scheduler.requests
         samples = {r for r in output.num_scheduled_tokens if not requests[r].is_prefill_chunk}

@@ -109,7 +109,8 @@ class Pair:
         self.states: list[str] = []
         self._num_turns = 0
         self._away: set[str] = set()
-        """Before the last step."""
+        """At the start of the last step."""
+        self.source.before_pass = self._note_away
 
     def begin(self, *names: str, num_output: int = NUM_OUTPUT, **sampling: Any) -> None:
         for name in names or ("r",):
@@ -123,13 +124,12 @@ class Pair:
         self.note()  # by the next turn it may have been refused
         is_idle = not has_news and self._num_turns % SLOWLY != 0
         if not is_idle:
-            away = [n for n, r in self.source.requests.items() if self.forwards.holds(r)]
+            before = self._away
             step = self.source.step()
-            assert step.output.num_scheduled_tokens.keys().isdisjoint(away)
+            assert self._away.isdisjoint(step.output.num_scheduled_tokens)
             # One that has just come back is in this step again, as a new one.
-            still_away = self._away.intersection(away)
+            still_away = self._away & before
             assert still_away.isdisjoint(self.source.worker.requests), "it has ended for the worker"
-            self._away = set(away)
         if with_target:
             self.target.scheduler.pd.has_pending_work()
             if self.target.scheduler.has_requests() or self.target.in_flight:
@@ -143,6 +143,10 @@ class Pair:
                     self.target.worker.end_parked(load_id)
         if is_idle:
             time.sleep(TURN_S)
+
+    def _note_away(self) -> None:
+        held = self.source.requests.items()
+        self._away = {name for name, request in held if self.forwards.holds(request)}
 
     def note(self) -> None:
         for forward in self.forwards.forwards.values():
