@@ -289,6 +289,21 @@ def test_long_rope_counts_on_which_side_of_its_length_an_engine_is(
     assert [length(n) for n in (128, 512, 513, 1024)] == ["short", "short", "long", "long"]
 
 
+def test_dynamic_rope_counts_with_the_length_that_it_may_stretch_to(
+    identity: Callable[..., dict[str, str]],
+) -> None:
+    """By a factor; by ``alpha`` it does not look at lengths."""
+
+    def made(**rope: float) -> list[dict[str, str]]:
+        parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, **rope}
+        overrides = {"rope_parameters": parameters}
+        return [identity(hf_overrides=overrides, max_model_len=n) for n in (128, 256)]
+
+    assert differences(*made(factor=2.0)) == {"length"}
+    short, long = made(factor=1.0, alpha=1000.0)
+    assert short == long
+
+
 def test_length_is_the_one_that_the_model_was_built_with(tiny: Path) -> None:
     """`auto` is made what memory has room for once the model is built, in each process."""
     config = EngineArgs(
@@ -325,14 +340,33 @@ def test_dummy_weights_depend_on_how_they_are_divided(
     assert differences(one, two) == {"weights"}
 
 
-def test_remote_code_counts_where_it_is_trusted(
+def test_remote_code_counts_where_it_is_trusted_and_computes(
     identity: Callable[..., dict[str, str]], tiny: Path, tmp_path: Path
 ) -> None:
     other = shutil.copytree(tiny, tmp_path / "other")
     (other / "modeling.py").write_text("factor = 2")
-    assert identity() == identity(other) == identity(trust_remote_code=True)
-    trusted = [identity(model, trust_remote_code=True) for model in (tiny, other)]
-    assert differences(*trusted) == {"code"}
+    by_transformers = {"model_impl": "transformers", "trust_remote_code": True}
+    found = [identity(model, model_impl="transformers") for model in (tiny, other)]
+    assert found[0] == found[1] == identity(**by_transformers)
+    assert differences(found[0], identity(other, **by_transformers)) == {"code"}
+
+
+def test_remote_code_does_not_count_where_vllms_own_computes(
+    identity: Callable[..., dict[str, str]], tiny: Path, tmp_path: Path
+) -> None:
+    """What a download of vLLM's lacks and a whole copy of the repository has."""
+    other = shutil.copytree(tiny, tmp_path / "other")
+    (other / "modeling.py").write_text("factor = 2")
+    assert identity(other, trust_remote_code=True) == identity()
+
+
+def test_code_that_prepares_media_counts(config: VllmConfig, tiny: Path, tmp_path: Path) -> None:
+    config.model_config.multimodal_config = MultiModalConfig()
+    config.model_config.trust_remote_code = True
+    before = model_identity(config)
+    config.model_config.model = str(shutil.copytree(tiny, tmp_path / "other"))
+    (tmp_path / "other" / "processing.py").write_text("factor = 2")
+    assert differences(before, model_identity(config)) == {"code"}
 
 
 def test_a_hub_name_counts_by_the_commit_it_resolves_to(
@@ -452,7 +486,11 @@ def test_such_a_file_does_not_count_where_the_configuration_says_it(
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("VLLM_MARLIN_INPUT_DTYPE", "int8"), ("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"dtype": "int8"}')],
+    [
+        ("VLLM_MARLIN_INPUT_DTYPE", "int8"),
+        ("VLLM_HUMMING_INPUT_QUANT_CONFIG", '{"dtype": "int8"}'),
+        ("VLLM_USE_DEEP_GEMM_E8M0", "0"),
+    ],
 )
 def test_variables_that_quantize_otherwise_count_for_a_quantized_model(
     identity: Callable[..., dict[str, str]],

@@ -93,8 +93,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
     parts["weights"] = _weights(vllm_config, vllm_config.load_config, model)
     if model.multimodal_config is not None:
         parts["media"] = digest((media_options(model.multimodal_config), _processor(folder)))
-    code = sorted(folder.glob("*.py")) if model.trust_remote_code and folder is not None else []
-    if code:
+    if code := _code(model, folder):
         parts["code"] = digest(_texts(code))
     return {name: value for name, value in parts.items() if value}
 
@@ -268,6 +267,16 @@ def _quantization_files(
     return _texts(files)
 
 
+def _code(model: ModelConfig, folder: Path | None) -> list[Path]:
+    """What beside the weights may compute, or prepare media. Of other models vLLM's own classes
+    need none, and a download of vLLM's lacks most of what a copy of the repository has.
+    """
+    runs = model.multimodal_config is not None or model.architecture.startswith("Transformers")
+    if folder is None or not (runs and model.trust_remote_code):
+        return []
+    return sorted(folder.glob("*.py"))
+
+
 def _processor(folder: Path | None) -> list[tuple[str, str]]:
     """How the model's own files say that images, sounds and videos become what it computes with."""
     return _texts(folder / name for name in _PROCESSOR_FILES) if folder is not None else []
@@ -307,13 +316,13 @@ def _find_snapshot(name: str, revision: str | None, cache_dir: str | None) -> Pa
 
 def _length(model: ModelConfig, config: Mapping[str, Any], max_model_len: int) -> str:
     """What of ``max_model_len`` a model computes with: LongRoPE has two sets of factors, dynamic
-    RoPE may stretch to it, and Llama 4 scales by temperature beyond a length.
+    RoPE with a factor may stretch to it, and Llama 4 scales by temperature beyond a length.
     """
     if "llama4" in str(config.get("model_type")):
         return "tuned" if tunes_attention(model, max_model_len > _LLAMA4_TUNING_LENGTH) else ""
     for part in _mappings(config):
         kind = part.get("rope_type", part.get("type"))
-        if kind == "dynamic":
+        if kind == "dynamic" and "alpha" not in part:
             return str(max_model_len)
         if kind not in ("longrope", "su"):
             continue

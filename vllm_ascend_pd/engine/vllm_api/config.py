@@ -30,6 +30,7 @@ _QUANTIZING = {
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": None,
     "VLLM_HUMMING_INPUT_QUANT_CONFIG": None,
     "VLLM_B12X_MOE_FP4_FORCE_A16": False,
+    "VLLM_USE_DEEP_GEMM_E8M0": True,
     "VLLM_CPU_INT4_W4A8": True,
 }
 """Variables, and their defaults, that decide to what weights or activations are rounded."""
