@@ -116,3 +116,12 @@ def test_kv_dtype_is_auto_where_it_is_the_models_own(base_config: VllmConfig) ->
     before = fingerprint(config, caches)
     config.cache_config.cache_dtype = str(config.model_config.dtype).removeprefix("torch.")
     assert fingerprint(config, caches) == before
+
+
+def test_fp8_is_one_kv_dtype_by_either_name(base_config: VllmConfig) -> None:
+    """``auto`` with a checkpoint that asks for it comes to the longer one."""
+    config, found = deepcopy(base_config), []
+    for name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        config.cache_config.cache_dtype = name
+        found.append(fingerprint(config, kv_cache_config_of(8, SPEC)))
+    assert found[0] == found[1] != found[2]

@@ -34,7 +34,7 @@ def fingerprint(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> str:
     num_parts = num_shares(own.tp_size, own.num_kv_heads)
     dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
     _, kv_dtype = built_with(vllm_config)
-    kv_dtype = "auto" if kv_dtype == dtype else kv_dtype
+    kv_dtype = {dtype: "auto", "fp8_e4m3": "fp8"}.get(kv_dtype, kv_dtype)
     parts = {
         "vllm": vllm_version(),
         **model_identity(vllm_config),
