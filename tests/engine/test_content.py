@@ -176,6 +176,43 @@ def test_a_request_that_asks_for_a_reload_gets_one_and_not_in_every_step(
     assert len(executor.loads) == 1
 
 
+def test_where_an_adapter_lies_is_not_asked_for_with_each_request(
+    content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name on the hub is looked up there. Requests for an adapter that a server has loaded in
+    place ask for that, too."""
+    folders = [adapter(tmp_path / weights.decode(), weights).lora_path for weights in (b"a", b"b")]
+    commits = iter(folders)
+    monkeypatch.setattr(content_module, "adapter_folder", lambda lora: next(commits))
+    executor, lora = Executor(1), LoRARequest("name", 1, "some/adapter", load_inplace=True)
+
+    def use() -> str:
+        request = make(content.hash_blocks, lora_request=lora)
+        assert not content.reload_adapter(request, executor)
+        return content.adapter_digest(lora)
+
+    before = use()
+    assert use() == before
+    assert content.note_loaded(lora)  # as somebody asked for from outside
+    assert use() == use() != before
+
+
+def test_an_adapter_that_has_gone_is_looked_up_again(
+    content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where somebody has emptied the hub's cache."""
+    folders = iter((tmp_path / "one", tmp_path / "other"))
+    monkeypatch.setattr(content_module, "adapter_folder", lambda lora: str(next(folders)))
+    adapter(tmp_path / "other", b"x")
+    files = Path(adapter(tmp_path / "one", b"x").lora_path)
+    lora = LoRARequest("name", 1, "some/adapter")
+    before = make(content.hash_blocks, lora_request=lora).block_hashes
+    files.rename(tmp_path / "elsewhere")
+    for _ in range(2):  # workers without it, which load it with each of these
+        assert content.reload_adapter(make(content.hash_blocks, lora_request=lora), Executor())
+    assert make(content.hash_blocks, lora_request=lora).block_hashes == before
+
+
 def test_what_the_workers_load_while_a_request_is_hashed_counts(
     content: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

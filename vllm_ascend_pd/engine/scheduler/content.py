@@ -55,8 +55,9 @@ class Content:
         """By ``lora_int_id``: the content that the workers have, or will load."""
         self.loras: dict[str, LoRARequest] = {}
         """By name: the last one that the workers have loaded, or that a request has brought."""
-        self._read: dict[str, tuple[str, str]] = {}
-        """By path: when the files were read last, and what they held."""
+        self._read: dict[str, tuple[str, str, str]] = {}
+        """By path, which may be a name on the hub: the folder, when its files were read last, and
+        what they held."""
         self._max_adapters = _MAX_ADAPTERS
 
     def hash_blocks(self, request: Request) -> list[BlockHash]:
@@ -138,7 +139,8 @@ class Content:
         lora = request.lora_request
         if lora is None:
             return False
-        content, known = self._read_adapter(lora), self._adapters.get(lora.lora_int_id)
+        content = self._read_adapter(lora, look_up=False)
+        known = self._adapters.get(lora.lora_int_id)
         changed = content != known and (
             (lora.load_inplace and content is not None)
             or lora.lora_int_id not in executor.list_loras()
@@ -155,24 +157,26 @@ class Content:
         self._remember(lora)
         return changed
 
-    def _read_adapter(self, lora: LoRARequest) -> str | None:
+    def _read_adapter(self, lora: LoRARequest, look_up: bool = True) -> str | None:
         """A digest of all its files, which are read when they have changed; ``None`` where they
-        cannot be read.
+        cannot be read. To ``look_up`` a name takes a request to the hub.
         """
-        path = adapter_folder(lora)
+        read = self._read.get(lora.lora_path)
+        folder = adapter_folder(lora) if look_up or read is None else read[0]
         try:
-            files = weight_files(Path(path))
+            files = weight_files(Path(folder))
             if not files:
                 raise FileNotFoundError("no file of weights")
-            files += Path(path).glob("adapter_config.json")
+            files += Path(folder).glob("adapter_config.json")
             key = stat_key(files)
-            if (read := self._read.get(path)) is None or read[0] != key:
+            if read is None or read[:2] != (folder, key):
                 content = f"{content_digest(files, full=True)} {self._lora_options}"
-                self._read[path] = read = key, content
+                self._read[lora.lora_path] = read = folder, key, content
         except OSError as e:
             logger.warning("adapter %s: its files cannot be read: %s", lora.lora_name, e)
+            self._read.pop(lora.lora_path, None)
             return None
-        return read[1]
+        return read[2]
 
 
 def _like_no_other() -> str:
