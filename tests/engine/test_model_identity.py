@@ -472,6 +472,17 @@ def test_how_weights_are_quantized_counts_where_a_file_says_it(
     assert differences(*found[1:]) == {"quant"}
 
 
+def test_so_does_the_file_of_modelslim(config: VllmConfig, copy: Callable[..., Path]) -> None:
+    """Which vllm-ascend reads, layer by layer."""
+    config.model_config.quantization, found = "ascend", []
+    for kind in ("W8A8", "W8A8", "W8A8_DYNAMIC"):
+        said = {"quant_model_description.json": json.dumps({"model.layers.0.up_proj.weight": kind})}
+        config.model_config.model = str(copy("model.safetensors", **said))
+        found.append(model_identity(config))
+    assert found[0] == found[1]
+    assert differences(*found[1:]) == {"quant"}
+
+
 def test_such_a_file_does_not_count_where_the_configuration_says_it(
     identity: Callable[..., dict[str, str]], copy: Callable[..., Path], tiny: Path
 ) -> None:
@@ -510,6 +521,8 @@ def test_a_benchmark_that_chooses_experts_counts(
 ) -> None:
     """What it leaves in a pool is not of the model."""
     plain = identity()
+    forced = identity(additional_config={"enable_force_eplb": True})
+    assert differences(plain, forced) == {"arch"}
     monkeypatch.setenv("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
     assert differences(plain, identity()) == {"arch"}
 

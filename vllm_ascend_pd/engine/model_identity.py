@@ -60,7 +60,9 @@ _OTHER_MODELS = ("text_model_id", "audio_model_id")
 _PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
-_QUANTIZATION_FILES = ("*quant_config.json", "*quantize_config.json")
+_QUANTIZATION_FILES = (
+    *("*quant_config.json", "*quantize_config.json", "quant_model_description.json"),
+)
 _NOT_CONTENT = frozenset(("_name_or_path", "_commit_hash", "transformers_version", "max_model_len"))
 """Of a configuration: where it lies, and who read it."""
 _LLAMA4_TUNING_LENGTH = 32768
@@ -86,7 +88,7 @@ def model_identity(vllm_config: VllmConfig) -> dict[str, str]:
     }
     if model.model_class_overrides:
         parts["arch"] += f"-{digest(model.model_class_overrides)}"
-    if routing := simulated_routing():
+    if routing := simulated_routing(vllm_config):
         parts["arch"] += f"-{digest(routing)}"
     folder = model_folder(vllm_config.load_config, model)
     parts["quant"] = _quantization(model, config, folder)

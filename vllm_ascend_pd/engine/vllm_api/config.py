@@ -360,15 +360,20 @@ def quantizing_variables() -> dict[str, Any]:
     return {name: value for name, value in told.items() if value != _QUANTIZING[name]}
 
 
-def simulated_routing() -> str:
+def simulated_routing(config: VllmConfig) -> str:
     """How experts are chosen where a benchmark chooses them, and not the model; empty elsewhere.
 
     Touches:
         vllm/envs.py:environment_variables
+        vllm/config/vllm.py:VllmConfig.additional_config
     """
     from vllm.envs import environment_variables
 
-    return str(environment_variables["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"]())
+    whole: Any = config
+    options = whole.additional_config
+    is_forced = isinstance(options, dict) and options.get("enable_force_eplb")  # vllm-ascend's
+    strategy = environment_variables["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"]()
+    return str(strategy or ("forced" if is_forced else ""))
 
 
 def tunes_attention(model: Any, by_default: bool) -> bool:
