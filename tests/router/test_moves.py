@@ -84,6 +84,7 @@ def test_stream_moves_and_its_client_gets_each_token_once(path: str, num_events:
         ("status(500)", "status"),
         ("status(400)", "refused"),
         ("dead(0)", "refused"),
+        ("refused(0)", "refused"),
         ("dead(1)", "refused"),
         ("abort(1)", "refused"),
         ("elsewhere(0)", "refused"),

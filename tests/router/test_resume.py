@@ -462,7 +462,7 @@ def test_of_several_engines_in_one_page_what_all_say_is_known() -> None:
     assert parse_makers(page, 0) == TokensMadeBy(alone)
 
 
-@pytest.mark.parametrize("refusal", ["status(400)", "dead(0)"])
+@pytest.mark.parametrize("refusal", ["status(400)", "dead(0)", "refused(0)"])
 def test_stream_that_all_engines_refuse_ends(
     refusal: str, caplog: pytest.LogCaptureFixture
 ) -> None:

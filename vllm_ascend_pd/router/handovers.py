@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm_ascend_pd.resume import RunningAt
@@ -77,7 +78,8 @@ async def until_new(stream: Stream, client: Transcript, num_told: int) -> bytes 
         while True:
             end = begun.rfind(b"\n\n", num_read)
             end = num_read if end < 0 else end + 2
-            events, failure = until_failure(bytes(begun[num_read:end]))
+            read = bytes(begun[num_read:end])
+            events, failure = until_failure(read, HTTPStatus.BAD_REQUEST)
             num_read = end
             told = told_token_ids(events, has_told=bool(ids))
             if told is None:

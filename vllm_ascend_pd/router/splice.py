@@ -9,6 +9,7 @@ first one did, so each field is cut by the characters that the client has of it.
 from __future__ import annotations
 
 from array import array
+from http import HTTPStatus
 from io import SEEK_END
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,7 @@ class Splice:
 
     def take(self, events: bytes) -> bytes:
         """Whole events of the engine; what the client gets of them."""
-        events, self.failure = until_failure(events)
+        events, self.failure = until_failure(events, HTTPStatus.BAD_REQUEST)
         kept: list[bytes] = []
         for event in events.split(b"\n\n")[:-1]:
             cut = self._take_one(event)

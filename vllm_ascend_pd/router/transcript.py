@@ -300,14 +300,15 @@ def is_error(events: bytes) -> bool:
     return told.startswith((_ERROR, _MESSAGE_ERROR)) or until_failure(events)[1] is not None
 
 
-def until_failure(events: bytes) -> tuple[bytes, Failure | None]:
+def until_failure(events: bytes, at_least: int = 500) -> tuple[bytes, Failure | None]:
     """What an engine's server sent before it said, within the stream, that its engine has failed,
-    or another one has the request; and what it said."""
+    or another one has the request; and what it said. ``at_least`` 400: or that it refuses it, as
+    one may that is to go on with what another one has begun."""
     if not _may_tell_of_failure(events):
         return events, None
     end = 0
     for event in events.split(b"\n\n"):
-        if (failure := _failure_of(payload(event))) is not None:
+        if (failure := _failure_of(payload(event), at_least)) is not None:
             return events[:end], failure
         end += len(event) + len(b"\n\n")
     return events, None
@@ -321,12 +322,12 @@ def _may_tell_of_failure(data: bytes) -> bool:
     return False
 
 
-def _failure_of(told: bytes) -> Failure | None:
+def _failure_of(told: bytes, at_least: int) -> Failure | None:
     if not told.startswith(_ERROR):
         return why_incomplete(told)
     try:
         error = _decoder.decode(told)["error"]
-        if error["code"] < 500 and error["code"] != HTTPStatus.CONFLICT:
+        if error["code"] < at_least and error["code"] != HTTPStatus.CONFLICT:
             return None
         return failed_with(error["code"], error["message"])
     except (*UNREADABLE, LookupError, TypeError):
