@@ -36,8 +36,11 @@ def test_spans_of_both_legs_belong_to_the_clients_trace(fault: str) -> None:
             async with d.http.post(url, json={"prompt": "x"}, headers=headers) as response:
                 assert response.status == (200 if fault == "ok" else 502)
                 await response.read()
+            async with d.http.get(url.replace("completions", "responses/resp_1")) as response:
+                assert response.status == 200
             await server.stop()
         spans: dict[str, Any] = {span.name: span for span in exporter.get_finished_spans()}
+        assert "GET /v1/{path}" in spans  # one name for all that clients make up
         request = spans["POST /v1/completions"]
         assert f"{request.context.trace_id:032x}" == TRACE_ID
         assert f"{request.parent.span_id:016x}" == PARENT

@@ -64,8 +64,11 @@ class Tracing:
             for name in ("traceparent", "tracestate")
             if name in request.headers
         }
+        resource = request.match_info.route.resource
+        # Backends keep all names, and those of paths that are only passed on are clients' own.
+        route = request.path if resource is None else resource.canonical
         span = self._tracer.start_span(
-            f"{request.method} {request.path}",
+            f"{request.method} {route}",
             context=self._propagator.extract(carrier),
             kind=self._trace.SpanKind.SERVER,
             attributes={"http.request.method": request.method, "url.path": request.path},
