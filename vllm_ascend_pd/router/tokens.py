@@ -11,6 +11,9 @@ BYTES_PER_TOKEN = 0.5, 16.0
 _WEIGHT = 0.05
 _TOKEN_IDS = re.compile(rb"\[\s*\d")
 _MEDIA_BYTES = 4096
+MAX_MODELS = 1000
+"""Whose bytes per token are known. Engines may take any name for their model's
+(``VLLM_SKIP_MODEL_NAME_VALIDATION``)."""
 MEDIA_TOKENS = 1024
 """Of an image or the like whose bytes are in the prompt; some have a quarter of that, some four
 times as many."""
@@ -41,8 +44,10 @@ class PromptLengths:
         if num_media or not is_text or not num_bytes:
             return
         ratio = num_bytes / num_tokens
-        known = self._bytes_per_token.get(model)
-        self._bytes_per_token[model] = ratio if known is None else known + _WEIGHT * (ratio - known)
+        known = self._bytes_per_token.pop(model, ratio)
+        self._bytes_per_token[model] = known + _WEIGHT * (ratio - known)
+        if len(self._bytes_per_token) > MAX_MODELS:
+            del self._bytes_per_token[next(iter(self._bytes_per_token))]
 
 
 def _text_and_media(prompt: bytes) -> tuple[int, int]:

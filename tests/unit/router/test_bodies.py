@@ -19,7 +19,8 @@ from vllm_ascend_pd.router.config import Timeouts
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.health import parse_load
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage, parse_prefill_answer
-from vllm_ascend_pd.router.tokens import MEDIA_TOKENS, PromptLengths
+from vllm_ascend_pd.router.salts import salt
+from vllm_ascend_pd.router.tokens import MAX_MODELS, MEDIA_TOKENS, PromptLengths
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(),
@@ -352,6 +353,15 @@ def test_engines_of_a_server_are_its_ranks_in_their_order() -> None:
     text = "".join(f'vllm:num_requests_running{{engine="{i}",x="1"}} {i}\n' for i in numbers)
     page = text.encode()
     assert [engine_on(page, rank) for rank in (None, 0, 1, 2, 3)] == [None, 8, 9, 10, -1]
+def test_prompt_lengths_of_so_many_models_are_known() -> None:
+    lengths, text = PromptLengths(), b'"' + b"x" * 998 + b'"'
+    lengths.learn("first", text, 500)
+    for number in range(MAX_MODELS):
+        lengths.learn(f"m{number}", text, 500)
+        lengths.learn("m0", text, 500)
+    assert [lengths.estimate(name, text) for name in ("first", "m0", "m999")] == [251, 501, 501]
+
+
     assert parse_load(page, engine_on(page, 2)).num_running == 10
     assert parse_load(page, engine_on(page, 3)).num_running == 0
 
