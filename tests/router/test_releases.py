@@ -106,6 +106,21 @@ def test_prompt_that_is_taken_is_not_given_back(order: str, stream: bool) -> Non
     run(test)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_for_a_model_that_nobody_has_is_given_back_without_a_warning(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with deployed(supports_concurrent=True) as deployment:
+            await deployment.post()
+            status, _, _ = await deployment.post(model="nobodys", stream=stream)
+            assert status == 404
+            await expect_given_back(deployment)
+            assert "could not be told" not in caplog.text
+
+    run(test)
+
+
 def test_producer_that_knows_no_release_is_asked_for_none() -> None:
     async def test() -> None:
         async with deployed(config=STRICT) as deployment:
@@ -141,7 +156,7 @@ def test_log_names_the_transfer_that_a_producer_could_not_be_told_of(
         async with deployed() as deployment:
             [producer] = [i for i in deployment.router.registry if i.spec.role == "prefill"]
             await deployment.prefills[0].stop()
-            with Kept(deployment.router.relay.releases, producer, "mine", "tiny", ()):
+            with Kept(deployment.router.relay.releases, producer, "mine", ()):
                 pass
             await until(lambda: any("transfer mine (" in text for text in caplog.messages))
 

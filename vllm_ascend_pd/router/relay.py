@@ -244,18 +244,14 @@ class Relay:
             return _refused(pair.prefill, result)
         if result.params is None:
             self.metrics.add("prefill_skips", "ended_at_first_token")
-        with Kept(
-            self.releases, pair.prefill, result.transfer_id, job.body.model, job.trace.headers
-        ) as job.kept:
+        with Kept(self.releases, pair.prefill, result.transfer_id, job.trace.headers) as job.kept:
             return await self._decode(job, pair.decode, result.params)
 
     async def _concurrent(self, job: Job, pair: Pair) -> _Ended:
         assert pair.prefill.kv is not None
         transfer_id = secrets.token_hex(16)
         params = concurrent_params(transfer_id, pair.prefill.kv)
-        with Kept(
-            self.releases, pair.prefill, transfer_id, job.body.model, job.trace.headers
-        ) as job.kept:
+        with Kept(self.releases, pair.prefill, transfer_id, job.trace.headers) as job.kept:
             prefill = asyncio.ensure_future(
                 self._prefill(
                     job,

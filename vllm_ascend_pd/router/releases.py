@@ -34,7 +34,6 @@ class Kept:
     producer: Instance
     transfer_id: str | None
     """Under which the producer keeps it, if it does."""
-    model: str | None
     headers: Headers
     is_taken: bool = False
     """Whether D has begun to answer: then it gives the KV back itself."""
@@ -97,9 +96,6 @@ class Releases:
 
 
 def _release(kept: Kept) -> bytes:
-    body = {
-        "prompt": [0],
-        "max_tokens": 1,
-        "kv_transfer_params": {"release_transfer_id": kept.transfer_id},
-    }
-    return msgspec.json.encode(body if kept.model is None else {**body, "model": kept.model})
+    """Of no model: the producer may not have the one that was asked for."""
+    params = {"release_transfer_id": kept.transfer_id}
+    return msgspec.json.encode({"prompt": [0], "max_tokens": 1, "kv_transfer_params": params})
