@@ -276,6 +276,22 @@ def test_models_health_version_metrics_instances() -> None:
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("stream", "refusal"), [(False, "status(400)"), (True, "status(400)"), (True, "refused(0)")]
+)
+def test_what_is_refused_has_no_first_token(stream: bool, refusal: str) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            metrics = d.router.metrics
+            d.decodes[0].script(refusal)
+            for num in range(2):
+                await d.post(stream=stream)
+                assert sum(metrics.ttft.counts) == sum(metrics.handover.counts) == num
+                assert metrics.num_waiting == 0
+
+    run(test)
+
+
 def test_round_robin_spreads_pairs() -> None:
     async def test() -> None:
         async with deployed(2, 2) as d:

@@ -327,8 +327,8 @@ class Relay:
                 job.background = self.background.follow(
                     instance, job.body.response_id, job.trace.headers
                 )
-            now = stage.first_token_s = self._first_byte(job)
-            if not is_alone:
+            now = stage.first_token_s = self._first_byte(job, is_taken)
+            if is_taken and not is_alone:
                 self.metrics.handover.observe(now - leg.started)
             if is_taken and isinstance(result, Stream) and job.trace.num_attempts == 1:
                 self.skipper.learn(job.body, job.routed, job.skipped, now - job.began)
@@ -365,11 +365,12 @@ class Relay:
         self._first_byte(job)
         return whole_answer(result, job.trace)
 
-    def _first_byte(self, job: Job) -> float:
-        """It is about to be sent; when that is."""
+    def _first_byte(self, job: Job, is_taken: bool = True) -> float:
+        """It is about to be sent; when that is. A refusal has no token."""
         now = time.monotonic()
-        job.trace.ttft_s = now - job.trace.started
-        self.metrics.first_byte(job.trace.ttft_s)
+        if is_taken:
+            job.trace.ttft_s = now - job.trace.started
+            self.metrics.first_byte(job.trace.ttft_s)
         self.metrics.begun(job.trace)
         return now
 
