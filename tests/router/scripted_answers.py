@@ -30,6 +30,11 @@ LAST_WORDS = {
     "abort": (b'data: {"choices":[{"index":0,"finish_reason":"abort"}]}\n\n', _DONE),
 }
 """What an engine's server says when the engine does not go on with a stream."""
+REFUSED_MESSAGE = (
+    b"event: error\n"
+    b'data: {"type":"error","error":{"type":"internal_error","message":"code 400"}}\n\n'
+)
+"""As vLLM refuses a streamed message."""
 
 
 COMMENT = b": keep-alive\n\n"
@@ -186,8 +191,12 @@ class Answer:
                 writer.write(_chunk(event)[:num_left])
                 return
             if fault in LAST_WORDS and at == number:
-                is_cut = fault == "abort" and self.form is FORMS["/v1/messages"]
-                writer.writelines(map(_chunk, _cut_message() if is_cut else LAST_WORDS[fault]))
+                words = LAST_WORDS[fault]
+                if self.form is FORMS["/v1/messages"]:
+                    words = {"abort": tuple(_cut_message()), "refused": (REFUSED_MESSAGE,)}.get(
+                        fault, words
+                    )
+                writer.writelines(map(_chunk, words))
                 break
             if fault == "stall" and at == number:
                 await asyncio.Event().wait()

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.router.harness import FAST, deployed, run
-from tests.router.scripted_answers import FORMS, Answer
+from tests.router.scripted_answers import FORMS, REFUSED_MESSAGE, Answer
 from tests.router.scripted_engine import Received, ScriptedEngine
 from vllm_ascend_pd.router.answers import _stops_message
 
@@ -201,6 +201,23 @@ def test_stream_of_another_api_is_passed_on() -> None:
             assert d.count("requests_total", outcome="ok") == 1
 
     run(test)
+@pytest.mark.parametrize("order", ["auto", "prefill-first"])
+def test_refused_message_tells_its_error_once(order: Any) -> None:
+    async def test() -> None:
+        async with deployed(config=replace(FAST, order=order), supports_concurrent=True) as d:
+            async with d.http.post(f"{d.url}/v1/messages", json=BODIES["/v1/messages"]) as response:
+                assert response.status == 200
+            d.decodes[0].script("refused(0)")
+            body = BODIES["/v1/messages"] | {"stream": True}
+            async with d.http.post(f"{d.url}/v1/messages", json=body) as response:
+                raw = await response.read()
+            assert raw == REFUSED_MESSAGE
+            assert d.count("requests_total", outcome="ok") == 2
+            assert not any(one.num_failures for one in d.router.registry)
+
+    run(test)
+
+
 
 
 def test_stored_response_is_found_where_it_is() -> None:

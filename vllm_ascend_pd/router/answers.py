@@ -13,7 +13,7 @@ from multidict import CIMultiDict
 
 from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS, MESSAGES
 from vllm_ascend_pd.router.failures import Failure, FailureKind
-from vllm_ascend_pd.router.transcript import DONE, until_failure, without_comments
+from vllm_ascend_pd.router.transcript import DONE, is_error, until_failure, without_comments
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable
@@ -219,8 +219,8 @@ class EventStream:
         self._held = b""
         piece: bytes | Failure | None = first
         last = 0.0
-        is_done = False
         is_message = self._request.path == MESSAGES
+        is_done = is_message and is_error(first)  # nothing comes after that
         while isinstance(piece, bytes):
             events = self._whole_events(piece)
             # Comments and parts of an event come also from an engine that computes nothing.
