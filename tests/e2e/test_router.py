@@ -329,7 +329,8 @@ def test_prompt_of_a_client_that_has_left_is_given_back(cluster: Cluster, pair: 
     try:
         asked = socket.create_connection(("127.0.0.1", int(pair.rpartition(":")[2])))
         body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": 24}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         asked.sendall(head.encode() + body)
         until(lambda: scraped(producer.url, "kv_cache_usage_perc") > 0)
         until(lambda: scraped(producer.url, "num_requests_running") == 0)

@@ -40,6 +40,8 @@ FAST = RouterConfig(
 )
 STRICT = replace(FAST, require_prefill=True)
 PATIENCE_S = 20.0
+JSON_TYPE = {"Content-Type": "application/json"}
+JSON_POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 LOOPBACK_6 = Path("/proc/net/if_inet6")
 needs_ipv6 = pytest.mark.skipif(
     not LOOPBACK_6.exists() or f"{1:032x}" not in LOOPBACK_6.read_text(),

@@ -16,11 +16,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.router.harness import FAST, PATIENCE_S, deployed, raw_exchange, run, until
+from tests.router.harness import (
+    FAST,
+    JSON_POST,
+    JSON_TYPE,
+    PATIENCE_S,
+    deployed,
+    raw_exchange,
+    run,
+    until,
+)
 from vllm_ascend_pd.router.config import Retries
 from vllm_ascend_pd.router.server import MAX_HEADER_BYTES
-
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 
 
 def error_in(answer: bytes, status: int) -> dict[str, Any]:
@@ -50,7 +57,9 @@ def error_in(answer: bytes, status: int) -> dict[str, Any]:
 def test_body_that_no_engine_can_read_is_400(body: bytes, named: str) -> None:
     async def test() -> None:
         async with deployed() as d:
-            async with d.http.post(f"{d.url}/v1/completions", data=body) as response:
+            async with d.http.post(
+                f"{d.url}/v1/completions", data=body, headers=JSON_TYPE
+            ) as response:
                 assert response.status == 400
                 assert named in (await response.json())["error"]["message"]
             assert not d.prefills[0].received
@@ -70,7 +79,8 @@ def test_large_body_is_413() -> None:
             status, _, _ = await d.post(prompt="x" * 2000)
             assert status == 413
             url = f"{d.url}/v1/completions"
-            async with d.http.post(url, data=in_chunks(500 * [b"{    "])) as response:
+            body = in_chunks(500 * [b"{    "])
+            async with d.http.post(url, data=body, headers=JSON_TYPE) as response:
                 assert response.status == 413
             assert not d.prefills[0].received
 
@@ -81,7 +91,7 @@ def test_header_of_a_mebibyte_is_refused() -> None:
     async def test() -> None:
         async with deployed() as d:
             answer = await raw_exchange(
-                d.port, HEAD + b"X-Large: " + b"x" * (1 << 20) + b"\r\n\r\n"
+                d.port, JSON_POST + b"X-Large: " + b"x" * (1 << 20) + b"\r\n\r\n"
             )
             assert b" 400 " in answer[:20] or answer == b""
             assert (await d.post())[0] == 200
@@ -100,14 +110,16 @@ def test_header_of_a_mebibyte_is_refused() -> None:
 def test_headers_beyond_the_limits_are_431(lines: bytes) -> None:
     async def test() -> None:
         async with deployed() as d:
-            answer = await raw_exchange(d.port, HEAD + lines + b"\r\n")
+            answer = await raw_exchange(d.port, JSON_POST + lines + b"\r\n")
             assert error_in(answer, 431)["type"] == "Request Header Fields Too Large"
             assert not d.prefills[0].received
 
     run(test)
 
 
-@pytest.mark.parametrize("start", [b"", b"POST /v1/comp", HEAD], ids=["nothing", "line", "headers"])
+@pytest.mark.parametrize(
+    "start", [b"", b"POST /v1/comp", JSON_POST], ids=["nothing", "line", "headers"]
+)
 def test_slow_client_is_cut_off(start: bytes) -> None:
     async def test() -> None:
         async with deployed() as d:
@@ -123,7 +135,7 @@ def test_stream_of_http_1_0_ends_with_its_connection() -> None:
     async def test() -> None:
         async with deployed(config=patient) as d:
             body = b'{"model": "tiny", "prompt": "x", "max_tokens": 3, "stream": true}'
-            head = HEAD.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Connection: keep-alive\r\n"
+            head = JSON_POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Connection: keep-alive\r\n"
             answer = await raw_exchange(
                 d.port, head + b"Content-Length: %d\r\n\r\n" % len(body) + body
             )
@@ -149,7 +161,7 @@ def test_nginx_is_told_to_pass_each_event_on_at_once() -> None:
 def test_slow_body_is_408() -> None:
     async def test() -> None:
         async with deployed() as d:
-            answer = await raw_exchange(d.port, HEAD + b"Content-Length: 100\r\n\r\n{", 3)
+            answer = await raw_exchange(d.port, JSON_POST + b"Content-Length: 100\r\n\r\n{", 3)
             assert "did not come within" in error_in(answer, 408)["message"]
 
     run(test)
@@ -159,7 +171,7 @@ def test_slow_loris_is_cut_off_though_it_sends() -> None:
     async def test() -> None:
         async with deployed() as d:
             _, writer = await asyncio.open_connection("127.0.0.1", d.port)
-            for byte in HEAD * 10:
+            for byte in JSON_POST * 10:
                 writer.write(bytes([byte]))
                 await asyncio.sleep(0.01)
                 if writer.transport.is_closing():
@@ -188,7 +200,7 @@ def test_bytes_that_are_not_http_are_refused(data: bytes) -> None:
 def test_request_smuggling_is_refused() -> None:
     async def test() -> None:
         async with deployed() as d:
-            both = HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+            both = JSON_POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
             assert b" 400 " in (await raw_exchange(d.port, both, 3)).splitlines()[0]
 
     run(test)
@@ -223,7 +235,9 @@ def test_any_body_is_answered_and_reaches_engines_unchanged() -> None:
                     engine.received.clear()
                     engine._faults.clear()
                     engine.script("status(418)" if engine in d.decodes else "ok")
-                async with d.http.post(f"{d.url}/v1/completions", data=body) as response:
+                async with d.http.post(
+                    f"{d.url}/v1/completions", data=body, headers=JSON_TYPE
+                ) as response:
                     assert response.status in (400, 418, 502), body
                     await response.read()
                 for request in d.decodes[0].received:
@@ -332,7 +346,7 @@ def test_gaps_of_a_stream_are_those_between_its_pieces(fault: str) -> None:
 
 def test_body_that_comes_slowly_but_steadily_is_waited_for() -> None:
     body = json.dumps({"model": "tiny", "prompt": "x " * 40_000, "max_tokens": 1}).encode()
-    head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = JSON_POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
 
     async def test() -> None:
         async with deployed() as d:
@@ -354,9 +368,8 @@ def test_byte_order_mark_is_read_as_engines_read_it(encoding: str, path: str) ->
     async def test() -> None:
         async with deployed() as d:
             body = json.dumps({"model": "tiny", "prompt": "Grüße", "max_tokens": 1})
-            headers = {"Content-Type": "application/json"}
             url = d.url + path
-            async with d.http.post(url, data=body.encode(encoding), headers=headers) as response:
+            async with d.http.post(url, data=body.encode(encoding), headers=JSON_TYPE) as response:
                 assert response.status == 200
             assert d.decodes[0].received[-1].json["prompt"] == "Grüße"
 
@@ -367,7 +380,7 @@ def test_byte_order_mark_is_read_as_engines_read_it(encoding: str, path: str) ->
 def test_byte_order_mark_before_anything_else_is_400(mark: bytes) -> None:
     async def test() -> None:
         async with deployed() as d:
-            head = HEAD + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % (len(mark) + 3)
+            head = JSON_POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % (len(mark) + 3)
             answer = await raw_exchange(d.port, head + mark + b"\xff\xd8\xff")
             assert "JSON" in error_in(answer, 400)["message"]
 
@@ -378,7 +391,7 @@ def test_body_that_is_not_as_encoded_as_it_says_is_400(caplog: pytest.LogCapture
     async def test() -> None:
         async with deployed() as d:
             lines = b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\n"
-            answer = await raw_exchange(d.port, HEAD + lines + b"not gzip!")
+            answer = await raw_exchange(d.port, JSON_POST + lines + b"not gzip!")
             assert "gzip" in error_in(answer, 400)["message"]
             assert (await d.post())[0] == 200
 

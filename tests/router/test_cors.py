@@ -137,16 +137,17 @@ def test_no_page_may_move_a_request() -> None:
 
 @pytest.mark.parametrize("path", [*APIS, BATCH])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
-def test_no_page_may_ask_without_a_preflight(path: str, kind: str) -> None:
-    """As in ``vllm serve``: those that may not read answers could have them computed, else."""
+def test_what_is_not_said_to_be_json_is_refused(path: str, kind: str) -> None:
+    """As by ``vllm serve``: pages that may not read answers could have them computed, else."""
 
     async def test() -> None:
         async with deployed() as d:
             body = b'{"model": "tiny", "prompt": "x"}'
-            headers = PAGE | {"Content-Type": kind}
-            async with d.http.post(d.url + path, data=body, headers=headers) as response:
-                assert response.status == 400
-                assert "application/json" in (await response.json())["error"]["message"]
+            for who in (PAGE, {}):
+                headers = who | {"Content-Type": kind}
+                async with d.http.post(d.url + path, data=body, headers=headers) as response:
+                    assert response.status == 400
+                    assert "application/json" in (await response.json())["error"]["message"]
             assert not d.prefills[0].received
             assert not d.decodes[0].received
             headers = PAGE | {"Content-Type": "application/json; charset=utf-8"}

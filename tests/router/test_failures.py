@@ -14,7 +14,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from tests.router.harness import FAST, STRICT, deployed, events, run, until
+from tests.router.harness import FAST, JSON_POST, STRICT, deployed, events, run, until
 from vllm_ascend_pd.kv.breaker import BreakerState
 from vllm_ascend_pd.router.config import Probes, Retries, Timeouts
 from vllm_ascend_pd.router.instances import MAX_UNEXPLAINED
@@ -439,7 +439,7 @@ def test_client_that_half_closes_is_gone() -> None:
             d.prefills[0].script("hang")
             reader, writer = await asyncio.open_connection("127.0.0.1", d.port)
             body = b'{"model": "tiny", "prompt": "x"}'
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            head = JSON_POST + b"Content-Length: %d\r\n\r\n"
             writer.write(head % len(body) + body)
             await until(lambda: d.prefills[0].num_in_progress == 1)
             writer.write_eof()
@@ -455,7 +455,7 @@ def test_client_that_does_not_read_is_cut_off() -> None:
         async with deployed() as d:
             reader, writer = await asyncio.open_connection("127.0.0.1", d.port, limit=1024)
             body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 150_000}).encode()
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+            head = JSON_POST + b"Content-Length: %d\r\n\r\n"
             writer.write(head % len(body) + body)
             try:
                 await until(lambda: d.decodes[0].num_in_progress == 1)
@@ -476,7 +476,7 @@ def test_client_that_does_not_read_the_end_is_cut_off() -> None:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 sock.connect(("127.0.0.1", d.port))
                 body = json.dumps({"prompt": "x", "stream": True, "max_tokens": 550}).encode()
-                head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+                head = JSON_POST + b"Content-Length: %d\r\n\r\n"
                 sock.sendall(head % len(body) + body)
                 running = d.router.moves.running
                 await until(lambda: bool(running))

@@ -13,6 +13,8 @@ import pytest
 from tests.router.harness import FAST, Deployment, deployed, raw_exchange, run
 from vllm_ascend_pd.router.front import BadTarget, engine_target
 
+JSON = b"Content-Type: application/json"
+
 
 async def ask(d: Deployment, line: bytes, *more: bytes) -> tuple[int, dict[str, Any], bytes]:
     """Send a request line and headers as they are; status, JSON and head of the answer."""
@@ -114,14 +116,14 @@ def test_errors_are_json_as_openai_writes_them() -> None:
     async def test() -> None:
         config = replace(FAST, max_body_bytes=100)
         async with deployed(config=config) as d:
-            asked = [
+            asked: list[tuple[bytes, tuple[bytes, ...], int]] = [
                 (b"GET /v1/completions/x HTTP/1.1", (), 200),
                 (b"GET /nowhere HTTP/1.1", (), 404),
                 (b"DELETE /v1/completions HTTP/1.1", (), 405),
                 (b"POST /health HTTP/1.1", (), 405),
                 (b"GET /v1/models HTTP/9.9", (), 400),
                 (b"G@T / HTTP/1.1", (), 400),
-                (b"POST /v1/completions HTTP/1.1", (b"Content-Length: 101",), 413),
+                (b"POST /v1/completions HTTP/1.1", (JSON, b"Content-Length: 101"), 413),
                 (b"POST /v1/completions HTTP/1.1", (b"Content-Length: many",), 400),
                 (b"GET /version HTTP/1.1", (b"Expect: tea",), 417),
             ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.clock import Clock
-from tests.router.harness import FAST, Deployment, deployed, run, until
+from tests.router.harness import FAST, JSON_TYPE, Deployment, deployed, run, until
 from tests.router.scripted_answers import queued_responses
 from tests.router.test_admission import busy, end, limited, queued
 from vllm_ascend_pd.errors import ConfigError
@@ -593,7 +593,8 @@ def test_what_media_are_called_is_each_tenants_own(tmp_path: Path) -> None:
             chat = [{"role": "system", "content": "uuid"}, {"role": "user", "content": parts}]
             spelled = json.dumps({"model": "tiny", "messages": chat}).replace("uuid", "\\u0075uid")
             url = d.url + "/v1/chat/completions"
-            async with d.http.post(url, data=spelled, **of("a")) as response:
+            headers = of("a")["headers"] | JSON_TYPE
+            async with d.http.post(url, data=spelled, headers=headers) as response:
                 assert response.status == 200
             for engine in (*d.prefills, *d.decodes):
                 [request] = engine.received

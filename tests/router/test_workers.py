@@ -22,7 +22,7 @@ import msgspec
 import psutil
 import pytest
 
-from tests.router.harness import run
+from tests.router.harness import JSON_POST, run
 from tests.router.scripted_engine import ScriptedEngine
 from vllm_ascend_pd import registration
 from vllm_ascend_pd.backends.socket_folder import SocketFolder
@@ -329,7 +329,7 @@ def test_wrong_option_ends_all_with_its_reason(tmp_path: Path) -> None:
 async def leave(port: int, number: int) -> None:
     """Ask for a long answer, and leave at some point, with a reset."""
     body = json.dumps({"prompt": "x", "stream": number % 4 != 0, "max_tokens": 10_000}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = JSON_POST + b"Content-Length: %d\r\n\r\n" % len(body)
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
     sock = writer.get_extra_info("socket")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -66,11 +66,10 @@ class Generation:
     tokenizer: Tokenizer = field(default_factory=Tokenizer)
 
     async def serve(self, trace: Trace) -> web.StreamResponse:
-        request = trace.request
-        if "Origin" in request.headers and request.content_type != "application/json":
-            # A page may send it without a preflight. vLLM refuses it from anybody.
-            raise BadRequest("Unsupported Media Type: only 'application/json' is accepted")
-        raw = as_utf8(await read_body(trace.request, self.config.timeouts.body_s))
+        request, path = trace.request, trace.request.path
+        if request.content_type != "application/json":  # a page sends others without a preflight
+            raise BadRequest("Unsupported Media Type: Only 'application/json' is allowed")
+        raw = as_utf8(await read_body(request, self.config.timeouts.body_s))
         trace.headers.append((b"content-type", b"application/json"))
         if trace.request.path != BATCH:
             body = parse(trace.request.path, raw)
