@@ -632,12 +632,12 @@ def test_what_is_only_passed_on_is_salted_too(tmp_path: Path) -> None:
 
     async def test() -> None:
         async with deployed(0, 1, config) as d:
-            for path in ("/v1/embeddings", "/pooling", "/v1/score", "/v1/else"):
+            for path in ("/v1/embeddings", "/pooling", "/v1/score", "/v1/systemone", "/v1/else"):
                 body = {"model": "tiny", "input": "x", "cache_salt": "b|"}
                 async with d.http.post(d.url + path, json=body, **of("a")) as response:
                     assert response.status == 200
             salts = [request.json["cache_salt"] for request in d.decodes[0].received]
-            assert salts == ["a|b|", "a|b|", "a|b|", "b|"]
+            assert salts == ["a|b|", "a|b|", "a|b|", "a|b|", "b|"]
 
     run(test)
 

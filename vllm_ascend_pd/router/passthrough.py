@@ -62,6 +62,7 @@ CACHED = frozenset(
     }
 )
 """Of whose prompts engines cache prefixes, by a salt if there is one."""
+        "/v1/systemone",
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "PATCH"})
 
 
