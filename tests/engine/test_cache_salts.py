@@ -14,12 +14,13 @@ from vllm.entrypoints.generate.base.protocol import validate_cache_salt
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.exceptions import VLLMValidationError
 from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
 from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from tests.router.scripted_answers import check_salt
-from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS, RESPONSES
+from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS, GENERATE, RESPONSES
 from vllm_ascend_pd.router.bodies import parse
 from vllm_ascend_pd.router.tenants import MAX_SALTED_NAME, OTHERS, Tenants
 
@@ -32,6 +33,7 @@ NAMES = ("search", "a:b.c_d-e", "n" * MAX_SALTED_NAME, OTHERS)
         (COMPLETIONS, CompletionRequest, {"prompt": "x"}),
         (CHAT, ChatCompletionRequest, {"messages": [{"role": "user", "content": "x"}]}),
         (RESPONSES, ResponsesRequest, {"input": "x"}),
+        (GENERATE, GenerateRequest, {"token_ids": [1], "sampling_params": {"max_tokens": 1}}),
     ],
 )
 def test_vllm_takes_every_tenants_salts(

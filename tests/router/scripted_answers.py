@@ -77,6 +77,7 @@ class Answer:
         """``ValueError`` and the like for what an engine answers with 400."""
         body, form = request.json, FORMS[request.path]
         form.check(body)
+        body |= body.get("sampling_params") or {}
         check_salt(body.get("cache_salt"))
         model = body.get("model") or engine.models[0]
         if model not in engine.models:
@@ -88,7 +89,7 @@ class Answer:
         num_tokens = int(next(filter(None, [*(body.get(name) for name in form.limits), 16])))
         if num_tokens > engine.max_tokens:
             raise ValueError(f"{num_tokens} tokens")
-        ids = body.get("prompt")
+        ids = body.get("token_ids") or body.get("prompt")
         if not (isinstance(ids, list) and all(isinstance(one, int) for one in ids)):
             ids = range(len(prompt) // 4)
         resumed = (request.params.get("resume") or {}).get("output_token_ids", [])
@@ -326,6 +327,38 @@ def _check_samples(body: dict[str, Any]) -> None:
     _check_fields(body, ("n",))
 
 
+# Token ids.
+
+
+def _tokens(answer: Answer, has_stopped: bool) -> dict[str, Any]:
+    told = {"finish_reason": "stop" if has_stopped else "length", "logprobs": None}
+    choices = [
+        {"index": index, **told, "token_ids": list(map(token_id, answer.tokens))}
+        for index in range(answer.num_samples)
+    ]
+    return {"request_id": CHUNK_ID, "choices": choices, "usage": answer.usage()}
+
+
+def _tokens_events(answer: Answer) -> Iterable[bytes]:
+    for at, token in enumerate(answer.tokens, 1):
+        why = "length" if at == len(answer.tokens) else None
+        for index in range(answer.num_samples):
+            choice = {"index": index, "finish_reason": why, "token_ids": [token_id(token)]}
+            yield _event({"request_id": CHUNK_ID, "choices": [choice]})
+    if (answer.request.get("stream_options") or {}).get("include_usage"):
+        yield _event({"request_id": CHUNK_ID, "choices": [], "usage": answer.usage()})
+    yield _DONE
+
+
+def _check_tokens(body: dict[str, Any]) -> None:
+    ids, sampling = body.get("token_ids"), body.get("sampling_params")
+    if not isinstance(ids, list) or not _is_ids(ids) or not isinstance(sampling, dict):
+        raise ValueError("token_ids")
+    _check_fields(body, ())
+    _check_fields(sampling, ("max_tokens",))
+    _check_samples({"n": sampling.get("n"), "stream_options": body.get("stream_options")})
+
+
 # Responses.
 
 
@@ -437,6 +470,9 @@ FORMS = {
     "/v1/chat/completions": _openai(True),
     "/v1/responses": Form(
         "input", ("max_output_tokens",), _check_response, _response, _response_events
+    ),
+    "/inference/v1/generate": Form(
+        "token_ids", ("max_tokens",), _check_tokens, _tokens, _tokens_events
     ),
     "/v1/messages": Form("messages", ("max_tokens",), _check_message, _message, _message_events),
 }

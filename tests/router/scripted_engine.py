@@ -229,6 +229,9 @@ class ScriptedEngine:
         elif path == BATCH and not isinstance(request.json.get("messages") or None, list):
             self.received.append(request)
             writer.write(error(400, "messages"))
+        elif path == "/invocations":
+            self.received.append(request)
+            writer.write(error(400, "no handler"))
         elif path == "/v1/busy":
             writer.write(error(503, "scripted"))
         elif path == "/v1/audio/transcriptions":

@@ -14,15 +14,21 @@ from tests.router.harness import FAST, deployed, run
 from tests.router.scripted_answers import FORMS, REFUSED_MESSAGE, Answer
 from tests.router.scripted_engine import Received, ScriptedEngine
 from vllm_ascend_pd.router.answers import _stops_message
+from vllm_ascend_pd.router.apis import GENERATE
+from vllm_ascend_pd.router.generation import ADAPTER
 
 CHAT = [{"role": "user", "content": "Hello"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/responses": {"input": "Hello", "max_output_tokens": 4, "top_logprobs": 1, "include": []},
     "/v1/messages": {"messages": CHAT, "max_tokens": 4, "system": "Be short."},
+    "/inference/v1/generate": {
+        "token_ids": [7, 8, 9],
+        "sampling_params": {"max_tokens": 4, "min_tokens": 2, "n": 2, "logprobs": 1, "seed": 5},
+    },
+    "/invocations": {"prompt": "Hello", "max_tokens": 4, "logprobs": 1},
 }
 PATHS = pytest.mark.parametrize("path", list(BODIES))
-LIMIT = {"/v1/responses": "max_output_tokens", "/v1/messages": "max_tokens"}
-ADDED = {"/v1/responses": {"request_id"}, "/v1/messages": set()}
+LIMIT = {"/v1/responses": "max_output_tokens"}
 
 
 @PATHS
@@ -35,17 +41,22 @@ def test_prompt_is_computed_by_the_prefill_engine(path: str, stream: bool) -> No
                 assert response.status == 200, await response.text()
                 raw = await response.read()
             (prefill,), (decode,) = d.prefills[0].received, d.decodes[0].received
-            assert prefill.path == decode.path == path
+            sent_to = "/v1/completions" if path == "/invocations" else path
+            assert prefill.path == decode.path == sent_to
             assert prefill.params == {"do_remote_decode": True, "do_remote_prefill": False}
-            assert (prefill.json[LIMIT[path]], prefill.json["stream"]) == (1, False)
+            asked = prefill.json.get("sampling_params", prefill.json)
+            assert (asked[LIMIT.get(path, "max_tokens")], prefill.json["stream"]) == (1, False)
             assert not {"request_id", "top_logprobs", "include", "background"} & set(prefill.json)
+            assert "logprobs" not in asked
+            assert asked.get("n", 1) == asked.get("min_tokens", 1) == 1
             assert prefill.json.get("store") is (False if "responses" in path else None)
             assert decode.params["remote_engine_id"] == "p0"
             sent = decode.json
-            assert set(sent) - set(body) == {"kv_transfer_params", *ADDED[path]}
+            added = {"request_id"} if "responses" in path else set()
+            assert set(sent) - set(body) == {"kv_transfer_params", *added}
             assert {name: sent[name] for name in body} == body
             if stream:
-                request = Received("POST", path, {}, decode.body)
+                request = Received("POST", sent_to, {}, decode.body)
                 assert raw == b"".join(Answer.make(ScriptedEngine(), request).events())
             assert d.count("orders_total", order="prefill-first") == 1
 
@@ -92,8 +103,9 @@ def test_prefill_engine_tells_what_it_had_of_the_prompt(path: str) -> None:
                 assert response.status == 200
             assert d.count("prefix_cached_tokens_total", role="prefill") == 1
             num_tokens = d.count("prefix_prompt_tokens_total", role="prefill")
-            sent = json.dumps(BODIES[path].get("input") or BODIES[path]["messages"])
-            assert num_tokens == len(sent) // 4
+            body = BODIES[path]
+            sent = json.dumps(body.get("input") or body.get("messages") or body.get("prompt"))
+            assert num_tokens == len(body.get("token_ids") or range(len(sent) // 4))
 
     run(test)
 
@@ -151,14 +163,20 @@ def test_message_that_its_engine_gave_up_is_not_whole(stream: bool, fault: str) 
 
 
 @pytest.mark.parametrize(
-    ("path", "start"), [("/v1/responses", b"data: {"), ("/v1/messages", b"event: error\ndata: {")]
+    ("path", "start"),
+    [
+        ("/v1/responses", b"data: {"),
+        ("/v1/messages", b"event: error\ndata: {"),
+        ("/inference/v1/generate", b"data: {"),
+        ("/invocations", b"data: {"),
+    ],
 )
 def test_broken_stream_ends_with_an_error_that_clients_of_the_api_read(
     path: str, start: bytes
 ) -> None:
     async def test() -> None:
         async with deployed() as d:
-            d.decodes[0].script("break(4)")
+            d.decodes[0].script("break(3)")
             body = BODIES[path] | {"stream": True}
             async with d.http.post(d.url + path, json=body) as response:
                 last = (await response.read()).removesuffix(b"\n\n").rpartition(b"\n\n")[2]
@@ -169,12 +187,13 @@ def test_broken_stream_ends_with_an_error_that_clients_of_the_api_read(
     run(test)
 
 
-def test_message_that_ends_before_its_last_event_is_not_whole() -> None:
+@pytest.mark.parametrize("path", ["/v1/messages", "/inference/v1/generate", "/invocations"])
+def test_stream_that_ends_before_its_last_event_is_not_whole(path: str) -> None:
     async def test() -> None:
-        async with deployed() as d:
-            d.decodes[0].script("end(4)")
-            body = BODIES["/v1/messages"] | {"stream": True}
-            async with d.http.post(f"{d.url}/v1/messages", json=body) as response:
+        async with deployed(config=replace(FAST, retries=replace(FAST.retries, resume="off"))) as d:
+            d.decodes[0].script("end(3)")
+            body = BODIES[path] | {"stream": True}
+            async with d.http.post(d.url + path, json=body) as response:
                 raw = await response.read()
             assert b"broken_stream" in raw
             assert d.count("requests_total", outcome="broken_stream") == 1
@@ -182,25 +201,6 @@ def test_message_that_ends_before_its_last_event_is_not_whole() -> None:
     run(test)
 
 
-def test_text_that_says_so_does_not_stop_a_message() -> None:
-    told = json.dumps({"type": "content_block_delta", "delta": {"text": "\nevent: message_stop"}})
-    text = f"event: content_block_delta\ndata: {told}\n\n".encode()
-    assert not _stops_message(text)
-    assert _stops_message(text + b"event: message_stop\ndata: {}\n\n")
-    assert _stops_message(b"event: message_stop\r\n")
-
-
-def test_stream_of_another_api_is_passed_on() -> None:
-    async def test() -> None:
-        async with (
-            deployed() as d,
-            d.http.post(f"{d.url}/v1/audio/transcriptions", json={"model": "tiny"}) as response,
-        ):
-            assert response.status == 200
-            assert await response.read() == b'data: {"text": "a"}\n\n'
-            assert d.count("requests_total", outcome="ok") == 1
-
-    run(test)
 @pytest.mark.parametrize("order", ["auto", "prefill-first"])
 def test_refused_message_tells_its_error_once(order: Any) -> None:
     async def test() -> None:
@@ -218,6 +218,102 @@ def test_refused_message_tells_its_error_once(order: Any) -> None:
     run(test)
 
 
+def test_text_that_says_so_does_not_stop_a_message() -> None:
+    told = json.dumps({"type": "content_block_delta", "delta": {"text": "\nevent: message_stop"}})
+    text = f"event: content_block_delta\ndata: {told}\n\n".encode()
+    assert not _stops_message(text)
+    assert _stops_message(text + b"event: message_stop\ndata: {}\n\n")
+    assert _stops_message(b"event: message_stop\r\n")
+
+
+@pytest.mark.parametrize(
+    "smuggled",
+    [
+        {"kv_transfer_params": {"remote_host": "evil"}},
+        {"sampling_params": {"extra_args": {"kv_transfer_params": {"remote_host": "evil"}}}},
+        {"sampling_params": {"extra_args": {"ec_transfer_params": {"remote_host": "evil"}}}},
+    ],
+    ids=["field", "extra_args", "encoder"],
+)
+@pytest.mark.parametrize("skip", ["never", "always"])
+def test_who_sends_token_ids_chooses_no_peer(smuggled: dict[str, Any], skip: Any) -> None:
+    async def test() -> None:
+        async with deployed(config=replace(FAST, skip=skip)) as d:
+            body = BODIES[GENERATE] | smuggled
+            async with d.http.post(d.url + GENERATE, json=body) as response:
+                assert response.status == 200, await response.text()
+            received = [one for engine in (*d.prefills, *d.decodes) for one in engine.received]
+            assert len(received) == (1 if skip == "always" else 2)
+            assert not any(b"evil" in one.body for one in received)
+
+    run(test)
+
+
+@pytest.mark.parametrize("sampling", [{}, {"sampling_params": [1]}, {"sampling_params": None}])
+def test_token_ids_without_a_way_to_sample_are_400(sampling: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with deployed() as d:
+            body = {"token_ids": [1, 2], **sampling}
+            async with d.http.post(d.url + GENERATE, json=body) as response:
+                assert response.status == 400
+                assert "sampling_params" in (await response.json())["error"]["message"]
+            assert not d.prefills[0].received
+
+    run(test)
+
+
+def test_what_is_invoked_is_found_by_its_fields() -> None:
+    async def test() -> None:
+        async with deployed(1, 1, models=("tiny", "adapter")) as d:
+            url, adapter = f"{d.url}/invocations", {ADAPTER: "adapter"}
+            evil = {"kv_transfer_params": {"remote_host": "evil"}}
+            for body, headers, model, sent_to in (
+                ({"messages": CHAT}, {}, None, "/v1/chat/completions"),
+                ({"prompt": "x", "model": "adapter"}, {}, "adapter", "/v1/completions"),
+                ({"prompt": "x"}, adapter, "adapter", "/v1/completions"),
+                ({"messages": CHAT, "model": "x"}, adapter, "adapter", "/v1/chat/completions"),
+                ({"input": "x"}, adapter, "adapter", "/invocations"),
+                ({"messages": CHAT, "prompt": "x"}, {}, None, "/invocations"),
+            ):
+                for engine in (d.prefills[0], d.decodes[0]):
+                    engine.received.clear()
+                async with d.http.post(url, json=body | evil, headers=headers) as response:
+                    assert response.status == (400 if sent_to == "/invocations" else 200)
+                received = [*d.prefills[0].received, *d.decodes[0].received]
+                num_legs = 1 if sent_to == "/invocations" else 2
+                assert [one.path for one in received] == [sent_to] * num_legs
+                assert {one.json.get("model") for one in received} == {model}
+                assert not any(b"evil" in one.body for one in received)
+
+    run(test)
+
+
+def test_what_only_an_engine_knows_is_passed_on() -> None:
+    async def test() -> None:
+        async with deployed(1, 2) as d:
+            async with d.http.get(f"{d.url}/tokenizer_info") as response:
+                told = await response.json()
+            assert told == {"path": "/tokenizer_info", "served_by": "d0"}
+            async with d.http.post(f"{d.url}/generative_scoring", json={"items": []}) as response:
+                assert (await response.json())["path"] == "/generative_scoring"
+            async with d.http.get(f"{d.url}/load") as response:
+                assert await response.json() == {"server_load": 0}
+            assert not d.prefills[0].received
+
+    run(test)
+
+
+def test_stream_of_another_api_is_passed_on() -> None:
+    async def test() -> None:
+        async with (
+            deployed() as d,
+            d.http.post(f"{d.url}/v1/audio/transcriptions", json={"model": "tiny"}) as response,
+        ):
+            assert response.status == 200
+            assert await response.read() == b'data: {"text": "a"}\n\n'
+            assert d.count("requests_total", outcome="ok") == 1
+
+    run(test)
 
 
 def test_stored_response_is_found_where_it_is() -> None:

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.testclient import TestClient
 
 from tests.router.harness import FAST, deployed, run
-from vllm_ascend_pd.router.apis import APIS, BATCH
+from vllm_ascend_pd.router.apis import APIS, BATCH, INVOCATIONS
 from vllm_ascend_pd.router.config import CORS
 
 PAGE = {"Origin": "https://page.example"}
@@ -135,7 +135,7 @@ def test_no_page_may_move_a_request() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("path", [*APIS, BATCH])
+@pytest.mark.parametrize("path", [*APIS, BATCH, INVOCATIONS])
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 def test_what_is_not_said_to_be_json_is_refused(path: str, kind: str) -> None:
     """As by ``vllm serve``: pages that may not read answers could have them computed, else."""

@@ -98,7 +98,7 @@ def test_slash_at_the_end_leads_to_this_router_and_not_to_an_engine() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/sleep", "/wake_up", "/reset_prefix_cache", "/collective_rpc", "/invocations", "/load"],
+    ["/sleep", "/wake_up", "/reset_prefix_cache", "/collective_rpc", "/abort_requests"],
 )
 def test_engines_other_endpoints_are_404(path: str) -> None:
     async def test() -> None:

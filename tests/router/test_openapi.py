@@ -72,8 +72,9 @@ def schemas(deployment: Deployment) -> dict[GenerationMode, Any]:
     parts = document["components"]["schemas"]
     parts["Registration"]["properties"]["url"]["pattern"] = r"^http://127\.0\.0\.1:[1-9]\d{0,3}$"
     negative = schemathesis.openapi.from_dict(copy.deepcopy(document))
-    for name in ("Completion", "Chat", "Batch", "Response", "Message"):
+    for name in ("Completion", "Chat", "Batch", "Response", "Message", "Generate"):
         fields = parts[name]["properties"]
+        fields = fields.get("sampling_params", {}).get("properties", fields)
         fields.get("n", {})["maximum"] = MAX_SAMPLES
         for field in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             fields.get(field, {})["maximum"] = MAX_TOKENS

@@ -642,6 +642,20 @@ def test_what_is_only_passed_on_is_salted_too(tmp_path: Path) -> None:
     run(test)
 
 
+def test_what_a_tenant_invokes_is_charged_or_refused(tmp_path: Path) -> None:
+    config = sharing(tmp_path, tenants={"a": {}})
+
+    async def test() -> None:
+        async with deployed(1, 1, config) as d:
+            for body, expected in (({"prompt": "x", "max_tokens": 3}, 200), ({"input": "x"}, 400)):
+                async with d.http.post(f"{d.url}/invocations", json=body, **of("a")) as response:
+                    assert response.status == expected
+            assert [one.path for one in d.decodes[0].received] == ["/v1/completions"]
+            assert d.count("tenant_tokens_total", tenant="a", part="answer") == 3
+
+    run(test)
+
+
 def test_a_stored_response_is_its_tenants(tmp_path: Path) -> None:
     config = sharing(tmp_path, tenants={"a": {}, "b": {}})
 

@@ -11,7 +11,7 @@ import msgspec
 from aiohttp import HttpVersion11, web
 from multidict import CIMultiDict
 
-from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS, MESSAGES
+from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS, GENERATE, INVOCATIONS, MESSAGES
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.transcript import DONE, is_error, until_failure, without_comments
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NEVER_WAITS_BYTES = 16 << 10
 """A transport's low-water mark: below it nobody waits for the client, also who did before."""
 MAX_EVENT_BYTES = 16 << 20
-TELLS_ITS_END = (COMPLETIONS, CHAT, MESSAGES)
+TELLS_ITS_END = (COMPLETIONS, CHAT, MESSAGES, GENERATE, INVOCATIONS)
 """A stream of these that ends otherwise is broken."""
 _MESSAGE_STOP = b"\nevent: message_stop"
 

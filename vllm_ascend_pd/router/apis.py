@@ -11,6 +11,9 @@ CHAT = "/v1/chat/completions"
 BATCH = "/v1/chat/completions/batch"
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
+GENERATE = "/inference/v1/generate"
+INVOCATIONS = "/invocations"
+"""A chat or a completion, for SageMaker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +24,8 @@ class API:
     """Fields that make the prompt; without the first there is none."""
     max_tokens: tuple[str, ...]
     """Fields that bound the answer, the one that counts first."""
+    sampling: str = ""
+    """The field with all that says how to sample, if it is one."""
 
 
 APIS = {
@@ -30,6 +35,7 @@ APIS = {
         ("input", "instructions", "tools", "previous_input_messages"), ("max_output_tokens",)
     ),
     MESSAGES: API(("messages", "system", "tools"), ("max_tokens",)),
+    GENERATE: API(("token_ids",), ("max_tokens",), "sampling_params"),
 }
 
 NOT_FOR_PREFILL = frozenset(

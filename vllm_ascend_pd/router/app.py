@@ -17,7 +17,7 @@ from vllm_ascend_pd.resume import ResumeKey
 from vllm_ascend_pd.router.access_log import AccessLog
 from vllm_ascend_pd.router.admission import Admission
 from vllm_ascend_pd.router.answers import error_response, json_response, not_admitted
-from vllm_ascend_pd.router.apis import APIS, BATCH
+from vllm_ascend_pd.router.apis import APIS, BATCH, INVOCATIONS
 from vllm_ascend_pd.router.auth import Secrets, bearer_token
 from vllm_ascend_pd.router.background import Background
 from vllm_ascend_pd.router.bodies import BadRequest
@@ -43,7 +43,7 @@ from vllm_ascend_pd.router.moves import Moves
 from vllm_ascend_pd.router.openapi import document
 from vllm_ascend_pd.router.operator import OperatorRoutes, OwnRequests
 from vllm_ascend_pd.router.page import instances, page, seen_by, status
-from vllm_ascend_pd.router.passthrough import ENGINE_PATHS, Passthrough
+from vllm_ascend_pd.router.passthrough import ENGINE_PATHS, TOKENIZER_INFO, Passthrough
 from vllm_ascend_pd.router.policies import Routed, make_policy
 from vllm_ascend_pd.router.policies.base import WatchesInstances
 from vllm_ascend_pd.router.rebalance import Rebalancing
@@ -203,9 +203,10 @@ class Router:
             middlewares=[check_target, self._answer_preflight],
         )
         app.on_response_prepare.append(self.cross_origin.prepare)
-        for path in (*APIS, BATCH):
+        for path in (*APIS, BATCH, INVOCATIONS):
             app.router.add_post(path, self._generate)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/load", self._load)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/version", self._version)
         app.router.add_get("/", self._page)
@@ -217,7 +218,7 @@ class Router:
         app.router.add_get(registration.PATH, self._registered)
         self.health.add_routes(app)
         for path in ENGINE_PATHS:
-            app.router.add_post(path, self._pass)
+            app.router.add_route("GET" if path == TOKENIZER_INFO else "POST", path, self._pass)
         app.router.add_route("*", "/v1/{path:.*}", self._pass)
         app.on_startup.append(self._start)
         app.on_cleanup.append(self._close)  # requests in progress have ended or been cancelled
@@ -313,6 +314,9 @@ class Router:
             message = found.message if isinstance(found, Unavailable) else "no model is known yet"
             return error_response(503, "service_unavailable", message, headers={"Retry-After": "1"})
         return json_response({"object": "list", "data": list(entries.values())})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        return json_response({"server_load": (await self._snapshot()).num_requests})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         snapshot = await self._snapshot()

@@ -18,7 +18,14 @@ import msgspec
 
 from vllm_ascend_pd.errors import UNREADABLE
 from vllm_ascend_pd.router import stored
-from vllm_ascend_pd.router.apis import APIS, COMPLETIONS, MESSAGES, NOT_FOR_PREFILL, RESPONSES
+from vllm_ascend_pd.router.apis import (
+    APIS,
+    CHAT,
+    COMPLETIONS,
+    MESSAGES,
+    NOT_FOR_PREFILL,
+    RESPONSES,
+)
 
 if TYPE_CHECKING:
     from vllm_ascend_pd.registration import KVEndpoint
@@ -33,6 +40,7 @@ TRUNCATION = "truncation"
 compute more of it."""
 _DISABLED = b'"disabled"'
 XARGS = "vllm_xargs"  # vLLM reads kv_transfer_params there too
+_EXTRA_ARGS = "extra_args"  # and there, within sampling_params
 MAX_FIELDS = 1000
 """Of an object whose fields the router reads. A million of them hold it up for seconds, and then
 each engine."""
@@ -52,6 +60,7 @@ _FALSY = (
 )
 """What pydantic reads as ``False``, or engines as nothing, in any case."""
 _BYTE_ORDER_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE, codecs.BOM_UTF32_BE)
+_OF_PROMPT = ("prompt_logprobs", "prompt_logprob_token_ids")
 _PROMPTS = re.compile(rb'\[\s*["\[]')
 """How a list of strings, or of lists of token ids, begins."""
 
@@ -73,6 +82,8 @@ class Body:
     raw: bytes
     """To send when nothing is added."""
     fields: Fields
+    sampling: Fields
+    """How to sample: those, or the object that one of them is."""
     model: str | None
     prompt: bytes
     """The JSON of all that makes the prompt."""
@@ -110,7 +121,7 @@ class Body:
         """How long an engine may send nothing within its stream: it hides what is reasoning, or
         tells of so many tokens at once."""
         hides = bytes(self.fields.get("include_reasoning", b"true")).lower() in _FALSY
-        num_tokens = math.inf if hides else _number(self.fields, "stream_interval") or 1
+        num_tokens = math.inf if hides else _number(self.sampling, "stream_interval") or 1
         return max(timeouts.idle_s, min(num_tokens * timeouts.idle_s, timeouts.answer_s))
 
     def add(self, name: str, value: msgspec.Raw) -> None:
@@ -120,25 +131,30 @@ class Body:
 
     def fields_changed(self) -> None:
         """Somebody has written to them."""
+        if field := APIS[self.path].sampling:
+            self.fields[field] = msgspec.Raw(_encoder.encode(self.sampling))
         self.raw = _encoder.encode(self.fields)
 
     def drop(self, name: str) -> None:
-        """Whatever the client says there."""
-        if self.fields.pop(name, None) is not None:
+        """Of what says how to sample, whatever the client says there."""
+        if self.sampling.pop(name, None) is not None:
             self.fields_changed()
 
     def for_prefill(self, transfer_id: str | None = None, rank: int | None = None) -> bytes:
         """Compute the prompt, one token of one sample, not streamed. With a transfer id D asks
         for it at this data parallel rank: some paths heed no ``RANK_HEADER``."""
-        fields = {key: value for key, value in self.fields.items() if key not in NOT_FOR_PREFILL}
+        api, fields = APIS[self.path], _for_prefill(self.fields)
+        sampling = _for_prefill(self.sampling) if api.sampling else fields
+        sampling |= dict.fromkeys(api.max_tokens, _ONE)
+        if "n" in sampling:
+            sampling["n"] = _ONE
+        if _number(self.sampling, "min_tokens"):
+            sampling["min_tokens"] = _ONE
+        if api.sampling:
+            fields[api.sampling] = msgspec.Raw(_encoder.encode(sampling))
         fields["stream"] = _FALSE
-        fields |= dict.fromkeys(APIS[self.path].max_tokens, _ONE)
         if self.path == RESPONSES:
             fields["store"] = _FALSE
-        if "n" in fields:
-            fields["n"] = _ONE
-        if _number(self.fields, "min_tokens"):
-            fields["min_tokens"] = _ONE
         if transfer_id is None:
             fields[KV_PARAMS] = _DO_REMOTE_DECODE
         else:
@@ -164,27 +180,43 @@ def parse(path: str, raw: bytes) -> Body:
     """``BadRequest`` for what no engine can read."""
     fields = decode_fields(raw)
     changed = [fields.pop(name, None) for name in ENGINE_PARAMS] != [None] * len(ENGINE_PARAMS)
-    if XARGS in fields:
-        changed |= _drop_from_xargs(fields)
-    api = APIS[path]
+    changed |= _drop_within(fields, XARGS)
+    api, sampling = APIS[path], fields
+    if api.sampling:
+        sampling = decode_fields(fields.get(api.sampling, b""), f"'{api.sampling}'")
+        if _drop_within(sampling, _EXTRA_ARGS):
+            fields[api.sampling] = msgspec.Raw(_encoder.encode(sampling))
+            changed = True
     first = bytes(fields.get(api.prompt[0], b""))
     if not first and not _has_embeds(fields):
         raise BadRequest(f"'{api.prompt[0]}' is missing", api.prompt[0])
     previous = string_of(fields, "previous_response_id") if path == RESPONSES else None
     num_prompts = _num_prompts(path, first)
-    num_answers = num_prompts * max(1, _number(fields, "n") or 1)
+    num_answers = num_prompts * max(1, _number(sampling, "n") or 1)
     return Body(
         path,
         _encoder.encode(fields) if changed else raw,
         fields,
+        sampling,
         string_of(fields, "model"),
         b"".join(bytes(fields.get(name, b"")) for name in api.prompt),
-        "previous_response" if previous else _decode_only(path, fields, num_prompts),
-        num_answers * _num_max_tokens(fields, api.max_tokens),
+        "previous_response" if previous else _decode_only(path, sampling, num_prompts),
+        num_answers * _num_max_tokens(sampling, api.max_tokens),
         _is_true(fields, "stream"),
         path == RESPONSES and _is_true(fields, "background"),
         previous,
     )
+
+
+def invoked(raw: bytes, model: str | None) -> tuple[str | None, bytes]:
+    """The API of what is invoked, as engines find it by its fields, if it is one of ``APIS``; and
+    the body, for this model if there is one."""
+    fields = decode_fields(raw)
+    found = [path for path in (CHAT, COMPLETIONS) if APIS[path].prompt[0] in fields]
+    if model:
+        fields["model"] = msgspec.Raw(_encoder.encode(model))
+        raw = _encoder.encode(fields)
+    return found[0] if len(found) == 1 else None, raw
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +279,13 @@ def as_utf8(raw: bytes) -> bytes:
         raise BadRequest(f"the body is not JSON: {e}") from e
 
 
-def decode_fields(raw: bytes) -> Fields:
+def decode_fields(raw: bytes | msgspec.Raw, what: str = "the body") -> Fields:
     try:
         fields = _fields_decoder.decode(raw)
     except UNREADABLE as e:
-        raise BadRequest(f"the body is not a JSON object: {e}") from e
+        raise BadRequest(f"{what} is not a JSON object: {e}") from e
     if len(fields) > MAX_FIELDS:
-        raise BadRequest(f"the body has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
+        raise BadRequest(f"{what} has {len(fields)} fields; at most {MAX_FIELDS} are accepted")
     return fields
 
 
@@ -264,17 +296,19 @@ def decode_any(raw: bytes) -> Any:
         raise BadRequest(f"the body is not JSON: {e}") from e
 
 
-def _drop_from_xargs(fields: Fields) -> bool:
-    """Its values are not read: they may be long lists."""
+def _drop_within(fields: Fields, name: str) -> bool:
+    """The values of that object are not read: they may be long lists."""
+    if name not in fields:
+        return False
     try:
-        xargs = _fields_decoder.decode(fields[XARGS])
+        within = _fields_decoder.decode(fields[name])
     except msgspec.ValidationError:
         return False  # no object, which engines refuse
     except UNREADABLE as e:
-        raise BadRequest(f"'{XARGS}' is not JSON: {e}", XARGS) from e
-    if not _drop_names(xargs):
+        raise BadRequest(f"'{name}' is not JSON: {e}", name) from e
+    if not _drop_names(within):
         return False
-    fields[XARGS] = msgspec.Raw(_encoder.encode(xargs))
+    fields[name] = msgspec.Raw(_encoder.encode(within))
     return True
 
 
@@ -296,7 +330,7 @@ def _drop_params(value: Any) -> bool:
     dropped = _drop_names(value) | _drop_names(value.get(XARGS))
     for key in ("requests", "generate_request", "sampling_params"):
         dropped |= _drop_params(value.get(key))
-    return dropped | _drop_names(value.get("extra_args"))
+    return dropped | _drop_names(value.get(_EXTRA_ARGS))
 
 
 def string_of(fields: Fields, name: str) -> str | None:
@@ -307,6 +341,10 @@ def string_of(fields: Fields, name: str) -> str | None:
     if not isinstance(value, str):
         raise BadRequest(f"'{name}' must be a string", name)
     return value or None
+
+
+def _for_prefill(fields: Fields) -> Fields:
+    return {name: value for name, value in fields.items() if name not in NOT_FOR_PREFILL}
 
 
 def _is_true(fields: Fields, name: str) -> bool:
@@ -341,7 +379,9 @@ def _forces_call(fields: Fields) -> bool:
 
 def _has_prompt_logprobs(path: str, fields: Fields) -> bool:
     """With ``echo`` they are as many as those of the answer; in chats that is 0, not none."""
-    if bytes(fields.get("prompt_logprobs", b"null")) != b"null":
+    if _is_true(fields, "skip_reading_prefix_cache") or any(
+        bytes(fields.get(name, b"null")) != b"null" for name in _OF_PROMPT
+    ):
         return True
     name, default = ("logprobs", b"null") if path == COMPLETIONS else ("top_logprobs", b"0")
     return _is_true(fields, "echo") and bytes(fields.get(name, default)) != b"null"

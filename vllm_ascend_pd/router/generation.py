@@ -11,8 +11,16 @@ import msgspec
 from aiohttp import web
 
 from vllm_ascend_pd.router.answers import error_response, not_admitted
-from vllm_ascend_pd.router.apis import BATCH, CHAT, COMPLETIONS
-from vllm_ascend_pd.router.bodies import BadRequest, Batch, Body, as_utf8, parse, split_batch
+from vllm_ascend_pd.router.apis import BATCH, CHAT, COMPLETIONS, GENERATE, INVOCATIONS
+from vllm_ascend_pd.router.bodies import (
+    BadRequest,
+    Batch,
+    Body,
+    as_utf8,
+    invoked,
+    parse,
+    split_batch,
+)
 from vllm_ascend_pd.router.incoming import (
     REQUEST_ID,
     BodyError,
@@ -43,6 +51,8 @@ BATCH_AT_ONCE = 64
 """Chats of one batch that are in progress at a time."""
 MAX_CHATS = 4096
 """Of a batch."""
+ADAPTER = "X-Amzn-SageMaker-Adapter-Identifier"
+"""What is invoked, whatever the body says."""
 _OF_ONE_CHAT = (
     "kv_transfer_params",
     "metrics",
@@ -71,22 +81,31 @@ class Generation:
             raise BadRequest("Unsupported Media Type: Only 'application/json' is allowed")
         raw = as_utf8(await read_body(request, self.config.timeouts.body_s))
         trace.headers.append((b"content-type", b"application/json"))
-        if trace.request.path != BATCH:
-            body = parse(trace.request.path, raw)
-            if body.path in (COMPLETIONS, CHAT):
+        if path == INVOCATIONS:
+            api, raw = invoked(raw, request.headers.get(ADAPTER))
+            if api is None:
+                return await self._whole(trace, raw, "messages or prompt")
+            path = api
+        if path != BATCH:
+            body = parse(path, raw)
+            if body.path in (COMPLETIONS, CHAT, GENERATE):
                 _name_as_told(trace, body.string("request_id"))
             return await self._one(trace, body)
         batch = split_batch(raw)
         if isinstance(batch, str):
-            if trace.tenant is not None:  # nobody would charge or salt it
-                message = f"'{batch}': a tenant's batch cannot be passed whole to one engine"
-                raise BadRequest(message, batch)
-            return await self.passthrough.send(trace, raw)
+            return await self._whole(trace, raw, batch)
         self._check_size(batch)
         _name_as_told(trace, batch.string("request_id"))
         most = min(len(batch.chats), BATCH_AT_ONCE)
         with more_in_progress(trace.tenant, most - 1) as num_more:
             return await self._batch(trace, batch, 1 + num_more)
+
+    async def _whole(self, trace: Trace, raw: bytes, field: str) -> web.StreamResponse:
+        """To one engine, as it is; ``field``: why."""
+        if trace.tenant is not None:  # nobody would charge or salt it
+            message = f"'{field}': a tenant's {trace.request.path} is not passed whole to an engine"
+            raise BadRequest(message, field)
+        return await self.passthrough.send(trace, raw)
 
     def _check_size(self, batch: Batch) -> None:
         """Chats in progress hold no more than one body may."""

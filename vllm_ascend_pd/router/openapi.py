@@ -8,7 +8,15 @@ from typing import Any
 import msgspec
 
 from vllm_ascend_pd import __version__, operating, registration
-from vllm_ascend_pd.router.apis import BATCH, CHAT, COMPLETIONS, MESSAGES, RESPONSES
+from vllm_ascend_pd.router.apis import (
+    BATCH,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    INVOCATIONS,
+    MESSAGES,
+    RESPONSES,
+)
 from vllm_ascend_pd.router.config import ORDERS
 from vllm_ascend_pd.router.passthrough import ENGINE_PATHS
 
@@ -19,6 +27,7 @@ OBJECT: Schema = {"type": "object"}
 INTEGER: Schema = {"type": "integer"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
+ONE_OR_MORE: Schema = {"type": "integer", "minimum": 1}
 LIMIT: Schema = {"type": ["integer", "null"], "minimum": 1}
 MODEL: Schema = {"type": ["string", "null"]}
 FLAG: Schema = {"type": ["boolean", "null"]}
@@ -47,6 +56,9 @@ ID: Schema = {"type": "string", "pattern": f"^{registration.NAME}$"}
 ID_PARAMETER: Schema = {"name": "instance_id", "in": "path", "required": True, "schema": ID}
 INSTANCES = _list({"$ref": "#/components/schemas/InstanceStatus"})
 SAMPLED = {"model": MODEL, "stream": FLAG, "n": LIMIT, "stream_options": STREAM_OPTIONS}
+INVOCATION: Schema = {
+    "anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in ("Completion", "Chat")]
+}
 
 SCHEMAS: dict[str, Schema] = {
     "Completion": _object(
@@ -67,9 +79,15 @@ SCHEMAS: dict[str, Schema] = {
         background=FLAG,
     ),
     "Message": _object(
-        {"messages": CHAT_MESSAGES, "max_tokens": {"type": "integer", "minimum": 1}},
+        {"messages": CHAT_MESSAGES, "max_tokens": ONE_OR_MORE},
         model=MODEL,
         stream=FLAG,
+    ),
+    "Generate": _object(
+        {"token_ids": IDS, "sampling_params": _object({}, max_tokens=LIMIT, n=ONE_OR_MORE)},
+        model=MODEL,
+        stream=FLAG,
+        stream_options=STREAM_OPTIONS,
     ),
     "Models": _object({"object": {"const": "list"}, "data": _list(_object({"id": STRING}))}),
     "Error": _object({"error": ERROR}),
@@ -78,7 +96,7 @@ SCHEMAS: dict[str, Schema] = {
             "version": STRING,
             "policy": STRING,
             "order": {"enum": list(ORDERS)},
-            "num_workers": {"type": "integer", "minimum": 1},
+            "num_workers": ONE_OR_MORE,
             "in_progress": COUNT,
             "queued": COUNT,
             "degraded": _map({"enum": ["no_prefill", "no_decode", "no_partner", "unavailable"]}),
@@ -122,11 +140,11 @@ def _operation(name: str, summary: str, answers: dict[int, Schema], *errors: int
     return {"operationId": name, "summary": summary, "responses": responses}
 
 
-def _takes(schema: str, *, required: bool = True) -> Schema:
+def _takes(schema: Schema | str, *, required: bool = True) -> Schema:
     return {"requestBody": {"required": required, "content": _content(schema)}}
 
 
-def _generation(name: str, summary: str, schema: str, *, streams: bool = True) -> Schema:
+def _generation(name: str, summary: str, schema: Schema | str, *, streams: bool = True) -> Schema:
     content = _content(OBJECT) | (_content("Event", "text/event-stream") if streams else {})
     answers = {200: _answer("The answer of the decode engine, whole or as events", content)}
     return {"post": _operation(name, summary, answers, *GENERATION_ERRORS) | _takes(schema)}
@@ -208,6 +226,8 @@ def document() -> Schema:
         BATCH: _generation("batch", "Answer in several chats", "Batch", streams=False),
         RESPONSES: _generation("responses", "Respond to an input", "Response"),
         MESSAGES: _generation("messages", "Answer as Anthropic's API does", "Message"),
+        GENERATE: _generation("generate", "Go on with token ids", "Generate"),
+        INVOCATIONS: _generation("invoke", "A completion or a chat, for SageMaker", INVOCATION),
         "/v1/models": _for_clients(
             "models", "Models that decode engines serve now", _content("Models"), 503
         ),
@@ -216,6 +236,7 @@ def document() -> Schema:
         "/health/startup": _open("startup", "Whether each engine was asked once", health, 503),
         "/ping": ping,
         "/health/live": _open("alive", "Whether the router runs", health),
+        "/load": _open("load", "Requests in progress", _content(_object({"server_load": COUNT}))),
         "/metrics": _open("metrics", "For Prometheus", _content(STRING, "text/plain")),
         "/version": _open("version", "Of the router", _content(_object({"version": STRING}))),
         "/": _open("page", "Shows instances, load, errors", _content(STRING, "text/html")),

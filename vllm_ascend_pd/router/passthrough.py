@@ -41,14 +41,18 @@ REFUSED = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 ENGINE_PATHS = (
     "/classify",
     "/detokenize",
+    "/generative_scoring",
     "/pooling",
     "/rerank",
     "/score",
     "/tokenize",
+    "/tokenizer_info",
     "/v2/embed",
     "/v2/rerank",
 )
 """What is passed on beside ``/v1/*``."""
+TOKENIZER_INFO = "/tokenizer_info"
+"""Of a model, without a body: the one that ``model`` in the query names."""
 CACHED = frozenset(
     {
         "/classify",
@@ -58,11 +62,11 @@ CACHED = frozenset(
         "/v1/embeddings",
         "/v1/rerank",
         "/v1/score",
+        "/v1/systemone",
         "/v2/rerank",
     }
 )
 """Of whose prompts engines cache prefixes, by a salt if there is one."""
-        "/v1/systemone",
 METHODS = frozenset({"GET", "POST", "PUT", "DELETE", "PATCH"})
 
 
@@ -109,7 +113,9 @@ class Passthrough:
             session = session or next(iter(named), None)
             if self.tenants is not None and trace.tenant is not None and request.path in CACHED:
                 raw = self.tenants.salted(raw, trace.tenant)
-        if raw:
+        elif request.path == TOKENIZER_INFO:
+            model = request.query.get("model")
+        if raw or request.path == TOKENIZER_INFO:
             model = model_meant(model, self.selector.registry)
         response = response_of(request.path)
         check_response(response, trace.tenant)

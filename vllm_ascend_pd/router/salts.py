@@ -3,7 +3,7 @@
 find it begin with the tenant's.
 
     cache_salt              of the prompt's prefixes
-    messages[].content[].uuid
+    messages[].content[].uuid, content_parts[].uuid, features.mm_hashes
                             of an image or the like, in what is scored, too. Engines take what they
                             have by such a name for it and look at no byte of the request's own
 """
@@ -38,7 +38,7 @@ def salt(fields: Fields, tenant: str) -> None:
         own = digest_of(own).hex()
     fields["cache_salt"] = msgspec.Raw(msgspec.json.encode(begin + own))
     for name, raw in fields.items():
-        if _has_uuid(raw):
+        if _has_uuid(raw) or name == "features":
             value = decode_any(bytes(raw))
             _rename_media(value, begin)
             fields[name] = msgspec.Raw(msgspec.json.encode(value))
@@ -46,9 +46,13 @@ def salt(fields: Fields, tenant: str) -> None:
 
 def _rename_media(value: Any, begin: str) -> None:
     for message in _objects(value):
-        for part in _objects(message.get("content")):
+        for part in (message, *_objects(message.get("content"))):
             if part.get("uuid") is not None:
                 part["uuid"] = f"{begin}{part['uuid']}"
+        for hashes in _objects(message.get("mm_hashes")):
+            for kind, names in hashes.items():
+                if isinstance(names, list):
+                    hashes[kind] = [f"{begin}{one}" for one in names]
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:

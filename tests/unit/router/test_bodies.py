@@ -3,22 +3,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from typing import Any
+from unittest.mock import Mock
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from vllm_ascend_pd.registration import KVEndpoint, engine_on
-from vllm_ascend_pd.router.apis import APIS, CHAT, COMPLETIONS, MESSAGES, RESPONSES, has_token
+from vllm_ascend_pd.router.apis import (
+    APIS,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MESSAGES,
+    RESPONSES,
+    has_token,
+)
 from vllm_ascend_pd.router.bodies import BadRequest, concurrent_params, parse, parse_other
 from vllm_ascend_pd.router.config import Timeouts
 from vllm_ascend_pd.router.failures import Failure, FailureKind
 from vllm_ascend_pd.router.health import parse_load
 from vllm_ascend_pd.router.prefilled import Prefilled, find_prompt_usage, parse_prefill_answer
+from vllm_ascend_pd.router.prefix.tokenizer import Tokenizer
 from vllm_ascend_pd.router.salts import salt
 from vllm_ascend_pd.router.tokens import MAX_MODELS, MEDIA_TOKENS, PromptLengths
 
@@ -119,6 +131,50 @@ def test_several_prompts_are_noticed(prompt: Any, reason: str | None) -> None:
 def test_responses(raw: bytes, expected: tuple[int, str | None, bool]) -> None:
     body = parse(RESPONSES, raw)
     assert (body.num_max_tokens, body.decode_only, body.is_background) == expected
+
+
+@pytest.mark.parametrize(
+    ("sampling", "reason"),
+    [
+        ({"max_tokens": 7, "n": 2}, None),
+        ({"max_tokens": 7, "prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"max_tokens": 7, "prompt_logprob_token_ids": [1]}, "prompt_logprobs"),
+        ({"max_tokens": 7, "skip_reading_prefix_cache": True}, "prompt_logprobs"),
+    ],
+)
+def test_how_to_sample_token_ids(sampling: dict[str, Any], reason: str | None) -> None:
+    told = {"token_ids": [1, 2], "sampling_params": sampling, "stream": True}
+    body = parse(GENERATE, json.dumps(told).encode())
+    assert (body.decode_only, body.is_stream, body.prompt) == (reason, True, b"[1, 2]")
+    assert body.num_max_tokens == 7 * sampling.get("n", 1)
+
+
+def test_tokens_of_a_tenants_stream_come_one_by_one() -> None:
+    told = {"token_ids": [1], "sampling_params": {"stream_interval": 5, "seed": 1}}
+    body = parse(GENERATE, json.dumps(told).encode())
+    body.drop("stream_interval")
+    for sent in (body.for_decode(None, "d0"), body.for_prefill()):
+        assert json.loads(sent)["sampling_params"].items() >= {"seed": 1}.items()
+        assert b"stream_interval" not in sent
+
+
+@pytest.mark.parametrize(("more", "found"), [({}, (1, 2)), ({"features": {"mm_hashes": {}}}, None)])
+def test_token_ids_are_routed_by_themselves(more: dict[str, Any], found: Any) -> None:
+    told = {"token_ids": [1, 2], "sampling_params": {}, **more}
+    asked = Tokenizer().token_ids(parse(GENERATE, json.dumps(told).encode()), Mock(), ())
+    assert asyncio.run(asked) == found
+
+
+def test_names_of_images_are_a_tenants_own() -> None:
+    features = {"mm_hashes": {"image": ["a", "b"]}, "mm_placeholders": {}}
+    parts = [{"type": "image_url", "url": "u", "uuid": "mine"}]
+    told = {"token_ids": [1], "sampling_params": {}, "features": features, "content_parts": parts}
+    body = parse(GENERATE, json.dumps(told).encode())
+    salt(body.fields, "search")
+    sent = json.loads(msgspec.json.encode(body.fields))
+    assert sent["features"] == {**features, "mm_hashes": {"image": ["search|a", "search|b"]}}
+    assert sent["content_parts"][0]["uuid"] == "search|mine"
+    assert sent["cache_salt"] == "search|"
 
 
 @pytest.mark.parametrize(
@@ -307,6 +363,15 @@ def test_prompt_lengths_are_counted_or_learned() -> None:
     assert lengths.estimate("other", text) == 251
 
 
+def test_prompt_lengths_of_so_many_models_are_known() -> None:
+    lengths, text = PromptLengths(), b'"' + b"x" * 998 + b'"'
+    lengths.learn("first", text, 500)
+    for number in range(MAX_MODELS):
+        lengths.learn(f"m{number}", text, 500)
+        lengths.learn("m0", text, 500)
+    assert [lengths.estimate(name, text) for name in ("first", "m0", "m999")] == [251, 501, 501]
+
+
 def test_image_counts_as_one_whatever_its_bytes_and_says_nothing_of_texts() -> None:
     lengths = PromptLengths()
     text = json.dumps("so it is " * 1000).encode()
@@ -353,15 +418,6 @@ def test_engines_of_a_server_are_its_ranks_in_their_order() -> None:
     text = "".join(f'vllm:num_requests_running{{engine="{i}",x="1"}} {i}\n' for i in numbers)
     page = text.encode()
     assert [engine_on(page, rank) for rank in (None, 0, 1, 2, 3)] == [None, 8, 9, 10, -1]
-def test_prompt_lengths_of_so_many_models_are_known() -> None:
-    lengths, text = PromptLengths(), b'"' + b"x" * 998 + b'"'
-    lengths.learn("first", text, 500)
-    for number in range(MAX_MODELS):
-        lengths.learn(f"m{number}", text, 500)
-        lengths.learn("m0", text, 500)
-    assert [lengths.estimate(name, text) for name in ("first", "m0", "m999")] == [251, 501, 501]
-
-
     assert parse_load(page, engine_on(page, 2)).num_running == 10
     assert parse_load(page, engine_on(page, 3)).num_running == 0
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from vllm_ascend_pd.errors import UNREADABLE
-from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS
+from vllm_ascend_pd.router.apis import CHAT, COMPLETIONS, GENERATE
 from vllm_ascend_pd.router.failures import Failure
 from vllm_ascend_pd.router.prefix.index import TokenId
 
@@ -61,7 +61,9 @@ class Tokenizer:
     ) -> tuple[int, ...] | None:
         """``None`` if the engine does not say, or a number can be none; then the request is routed
         without."""
-        if body.path not in (CHAT, COMPLETIONS) or body.says("truncate_prompt_tokens"):
+        if body.path not in (CHAT, COMPLETIONS, GENERATE) or body.says("truncate_prompt_tokens"):
+            return None
+        if body.says("features") or body.says("content_parts"):  # whose blocks are in no index
             return None
         if body.path != CHAT and body.prompt.startswith(b"["):
             try:
