@@ -46,7 +46,15 @@ from tests.schedulers.harness import (
     prompt_of,
     right_token,
 )
-from tests.schedulers.test_move_faults import KINDS, NUM_OUTPUT, PATIENT, PROMPT, QUICK, Wire
+from tests.schedulers.test_move_faults import (
+    KINDS,
+    NUM_OUTPUT,
+    PATIENCE,
+    PATIENT,
+    PROMPT,
+    QUICK,
+    Wire,
+)
 from vllm_ascend_pd.engine.scheduler import forwards_in, forwards_out
 from vllm_ascend_pd.engine.scheduler.content import Content
 from vllm_ascend_pd.engine.scheduler.forwards_in import ForwardsIn
@@ -61,6 +69,8 @@ from vllm_ascend_pd.transfer.control import OpenOutcome
 from vllm_ascend_pd.wire import Extend, Go, More, Opened, TokenLogprobs, Told
 
 ALL_KINDS = [*KINDS, "take", "more", "told"]
+SOON_SILENT = {**PATIENT, "lease_s": QUICK["lease_s"]}
+"""A target ends soon what nobody asks for; nothing else is given up."""
 
 
 class Core:
@@ -268,10 +278,11 @@ def test_whatever_becomes_of_a_message_each_token_comes_once(
     kind: str,
     fate: str,
 ) -> None:
-    for _ in range(3):  # on a slow host the answer may have ended before the message
+    for patience in PATIENCE[-1:] if fate == "twice" else PATIENCE:
         with monkeypatch.context() as patched:
             wire = Wire(patched, kind, fate)
-            pair = Pair(engines, tmp_path, times=PATIENT if fate == "twice" else QUICK)
+            times = {name: patience * value for name, value in QUICK.items()}
+            pair = Pair(engines, tmp_path, times=times)
             pair.begin()
             (outcome,) = pair.run(wire)
             wire.deliver_late()
@@ -320,7 +331,7 @@ def test_target_that_was_given_up_does_not_get_it(
 ) -> None:
     """Though it has not heard of that, and asks on."""
     wire = Wire(monkeypatch, kind, "")
-    pair = Pair(engines, tmp_path, times=QUICK)
+    pair = Pair(engines, tmp_path, times=SOON_SILENT)
 
     def give_up(pair: Pair) -> None:
         monkeypatch.setattr(pair.forwards._client, "release", lambda *named: None)
@@ -365,7 +376,7 @@ def test_wherever_the_answer_ends_it_is_whole(
 
 def test_target_ends_what_nobody_asks_for(engines: Engines, tmp_path: Path) -> None:
     """The source has stopped without a word."""
-    pair = Pair(engines, tmp_path, times=QUICK)
+    pair = Pair(engines, tmp_path, times=SOON_SILENT)
     pair.begin(num_output=NUM_OUTPUT)
     deadline = time.monotonic() + POLL_LIMIT_S
     while not pair.forwards.holds(pair.source.requests["r"]):
