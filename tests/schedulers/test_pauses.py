@@ -118,5 +118,6 @@ def test_engine_that_sleeps_loads_nothing_from_its_pool(engines: Engines) -> Non
                 engine.worker.end_parked(load_id)
         engine.run_to_end()
         engine.expect_tokens("waits", 4)
+        simulated.finish()  # it has evicted some meanwhile, which are stored again
     finally:
         simulated.close()
