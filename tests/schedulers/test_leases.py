@@ -275,3 +275,4 @@ def test_state_that_a_step_leaves_within_it_is_taken_for_no_other(engines: Engin
     assert set(producer.worker.blocks[whole]) == {contents[95]}
     if early != NO_BLOCK:
         assert set(producer.worker.blocks[early]) == {contents[79]}
+    producer.scheduler.reset_prefix_cache()
