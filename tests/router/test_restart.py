@@ -39,6 +39,13 @@ from vllm_ascend_pd.processes.child import Child, ChildSpec, Patience, State
 from vllm_ascend_pd.processes.supervisor import Supervisor
 from vllm_ascend_pd.registration import DrainOrder, name_of_rank
 
+PATIENT = replace(
+    FAST,
+    timeouts=replace(FAST.timeouts, prefill_s=20, first_token_s=20, idle_s=20, answer_s=20),
+    probes=replace(FAST.probes, timeout_s=20),
+)
+"""Engines are processes that are started meanwhile, and nothing is about slow ones."""
+
 ENGINE = """
 import asyncio, os, signal, sys
 import aiohttp
@@ -97,7 +104,7 @@ class Cluster:
 async def cluster(
     folder: Path, *names: str, num_ranks: int = 1, lasts_s: float = 0.0
 ) -> AsyncIterator[Cluster]:
-    async with deployed(0, 0, FAST) as d:
+    async with deployed(0, 0, PATIENT) as d:
         specs = []
         ranks = range(num_ranks) if num_ranks > 1 else [None]
         instances = {name: [name_of_rank(name, rank) for rank in ranks] for name in names}
@@ -228,8 +235,7 @@ def test_engine_that_an_operator_has_drained_stays_so_if_it_is_not_restarted(
 
 def test_engine_is_not_idle_while_another_computes_a_prompt_for_it(tmp_path: Path) -> None:
     async def test() -> None:
-        timeouts = replace(FAST.timeouts, prefill_s=20.0)
-        async with deployed(1, 1, replace(FAST, timeouts=timeouts)) as d:
+        async with deployed(1, 1, PATIENT) as d:
             d.prefills[0].script("delay(1)")
             posting = asyncio.ensure_future(d.post())
             await until(lambda: d.prefills[0].num_in_progress == 1)
