@@ -21,6 +21,7 @@ from vllm_ascend_pd.planner.measure import (
     Grid,
     take_profile,
 )
+from vllm_ascend_pd.router.config import Timeouts
 
 CACHE = 'vllm:cache_config_info{block_size="16",engine="0",num_gpu_blocks="100"} 1.0\n'
 GRID = Grid(
@@ -31,7 +32,8 @@ GRID = Grid(
     rounds=1,
     token_ids=(300, 400),
 )
-NEVER_SKIPS = replace(FAST, skip="never")
+NEVER_SKIPS = replace(FAST, skip="never", timeouts=Timeouts())
+"""A connection rests for longer than its client keeps it, as those of a router do."""
 
 
 async def taken(url: str, grid: Grid = GRID) -> Any:
