@@ -19,6 +19,7 @@ from vllm_ascend_pd.kv.breaker import BreakerState
 from vllm_ascend_pd.router.config import Probes, Retries, Timeouts
 from vllm_ascend_pd.router.instances import MAX_UNEXPLAINED
 
+PATIENT = replace(FAST, timeouts=Timeouts())
 BEFORE_THE_FIRST_BYTE = (
     "close",
     "reset",
@@ -395,7 +396,7 @@ def test_stream_may_be_silent_as_its_client_asked(fields: dict[str, Any], ends: 
 @pytest.mark.parametrize("moment", ["prefill", "decode", "stream"])
 def test_client_that_leaves_ends_both_legs(order: str, moment: str) -> None:
     async def test() -> None:
-        async with deployed(supports_concurrent=order == "concurrent") as d:
+        async with deployed(config=PATIENT, supports_concurrent=order == "concurrent") as d:
             await d.post()
             prefill, decode = d.prefills[0], d.decodes[0]
             if moment == "prefill":
@@ -595,9 +596,8 @@ def test_requests_of_an_instance_that_hangs_go_elsewhere() -> None:
 
 def test_dead_engine_under_32_streams() -> None:
     async def test() -> None:
-        async with deployed(1, 2, replace(FAST, policy="least-loaded")) as d:
-            d.decodes[0].script(", ".join(["delay(0.2)"] * 32))
-            d.decodes[1].script(", ".join(["delay(0.1)"] * 32))
+        async with deployed(1, 2, replace(PATIENT, policy="least-loaded")) as d:
+            d.decodes[0].script(", ".join(["hang"] * 32))
             posts = [asyncio.ensure_future(d.post(stream=True, prompt=f"{i}")) for i in range(32)]
             await until(lambda: d.decodes[0].num_in_progress >= 10)
             await d.decodes[0].stop()
