@@ -51,8 +51,11 @@ def architecture(name: str) -> Any:
     import transformers
 
     heads = {"num_attention_heads": 4, "head_dim": 32}
-    if name == "mqa":
-        return transformers.LlamaConfig(**_COMMON, **heads, num_key_value_heads=1)
+    if name in ("mqa", "windows alone"):
+        is_mqa = name == "mqa"
+        kind = transformers.LlamaConfig if is_mqa else transformers.MistralConfig
+        own = {"num_key_value_heads": 1} if is_mqa else {"sliding_window": 64}
+        return kind(**{**_COMMON, "num_key_value_heads": 2, **own}, **heads)
     if name == "sliding":
         return transformers.Gemma2Config(
             **{**_COMMON, "tie_word_embeddings": True},

@@ -42,6 +42,7 @@ from vllm_ascend_pd.wire import Extend, Extended, Go, More, Open, Ready, Take, T
 SHAPES: dict[str, tuple[Any, ...]] = {
     "full": (),
     "windows": (SPEC, WINDOW),
+    "windows alone": (replace(WINDOW, sliding_window=6 * BLOCK_SIZE),),
     "states": (SPEC, STATE, WINDOW),
 }
 """Of KV cache groups."""

@@ -417,15 +417,17 @@ def test_random_operations(engines: Engines, seed: int) -> None:
         rounds.run()
 
 
+@pytest.mark.parametrize("more", [(SPEC,), ()], ids=["beside", "alone"])
 @pytest.mark.parametrize("window", [2, 32, 40])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_with_windows(
     engines: Engines,
     seed: int,
     window: int,
+    more: tuple[Any, ...],
 ) -> None:
-    specs = SPEC, replace(WINDOW, sliding_window=window)
-    rounds = Rounds(engines, seed, (40, 48, 64), specs)
+    specs = (*more, replace(WINDOW, sliding_window=window))
+    rounds = Rounds(engines, seed, (40, 48, 64) if more else (20, 24, 40), specs)
     for _ in range(NUM_ROUNDS):
         rounds.run()
 
@@ -436,6 +438,7 @@ POOLED = {
     "whole": (SPEC,),
     "narrow": (SPEC, replace(WINDOW, sliding_window=17)),
     "wide": (SPEC, replace(WINDOW, sliding_window=40)),
+    "windows alone": (replace(WINDOW, sliding_window=40),),
     "states": (SPEC, STATE, STATE),
     "all kinds": (WINDOW, STATE, SPEC),
     "checkpoints": (SPEC, CHECKPOINTED),
@@ -509,20 +512,20 @@ def test_random_operations_with_checkpoints(engines: Engines, seed: int) -> None
 
 
 @pytest.mark.parametrize(
-    "more",
-    [(), (WINDOW,), (STATE,), (STATE, WINDOW)],
-    ids=["one", "windows", "states", "three"],
+    "kinds",
+    [(SPEC,), (SPEC, WINDOW), (WINDOW,), (SPEC, STATE), (SPEC, STATE, WINDOW)],
+    ids=["one", "windows", "windows alone", "states", "three"],
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_random_operations_with_drafts(
     engines: Engines,
     seed: int,
-    more: tuple[Any, ...],
+    kinds: tuple[Any, ...],
 ) -> None:
     num_drafts = 1 + seed % 3
-    specs = [replace(s, num_speculative_blocks=num_drafts) if s is STATE else s for s in more]
-    rounds = Rounds(engines, seed, (40, 48, 64), (SPEC, *specs), num_drafts=num_drafts)
-    operations = OPERATIONS if STATE in more else {**OPERATIONS, "alone": 20, "move": 20}
+    specs = [replace(s, num_speculative_blocks=num_drafts) if s is STATE else s for s in kinds]
+    rounds = Rounds(engines, seed, (40, 48, 64), tuple(specs), num_drafts=num_drafts)
+    operations = OPERATIONS if STATE in kinds else {**OPERATIONS, "alone": 20, "move": 20}
     for _ in range(NUM_ROUNDS):
         rounds.run(operations)
     assert rounds.num_accepted

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 
-from tests.schedulers.harness import BLOCK_SIZE, Engines, expect_all_tokens, prompt_of
+from tests.schedulers.harness import BLOCK_SIZE, WINDOW, Engines, expect_all_tokens, prompt_of
 from tests.schedulers.test_random_schedulers import SimulatedPool
 from vllm_ascend_pd.types import Cause
 
 
+@pytest.mark.parametrize("specs", [(), (WINDOW,)], ids=["full", "windows"])
 @pytest.mark.parametrize("num_left_out", [0, 1, 3])
 @pytest.mark.parametrize("length", [15, 16, 17])
-def test_all_full_blocks_are_stored(engines: Engines, length: int, num_left_out: int) -> None:
+def test_all_full_blocks_are_stored(
+    engines: Engines, length: int, num_left_out: int, specs: tuple[Any, ...]
+) -> None:
     """Also the last one, and those that are filled before steps that leave the request out."""
-    engine = engines.make("kv_producer", pool={"load": "all"})
+    engine = engines.make("kv_producer", specs=specs, pool={"load": "all"})
     values: dict[tuple[int, bytes], list[int]] = {}
     draw: Any = SimpleNamespace(random=lambda: 0.5)
     pool = SimulatedPool(engine, values, draw)

@@ -122,7 +122,8 @@ class Parking:
             if not result.cause or all(group.keeps_all for group in self._groups):
                 # Of windows and states only those of the load's end are there: no end before it is
                 # whole by them.
-                num_units = len(set(map(self._phantoms.unit_of, loaded[0])))
+                units = set(map(self._phantoms.unit_of, loaded[0]))
+                num_units = len(units) + self._phantoms.num_with(request, min(units))
                 source.num_parked_tokens = num_units * self._unit_size
         held = list(record.held)
         if record.tails and not result.cause and wanted:

@@ -88,6 +88,15 @@ class PhantomBlocks:
         """Of hits, by group."""
         return len(hits[0]) // self._groups[0].blocks_per_unit
 
+    def num_with(self, request: Request, unit: int) -> int:
+        """How many of the units before this one come with it: where no group keeps all, windows
+        have left behind what is not here.
+        """
+        if not unit or any(group.keeps_all for group in self._groups):
+            return 0
+        ends = ((unit * group.blocks_per_unit - 1, group) for group in self._groups)
+        return 0 if any(self._cached(request, *end) for end in ends) else unit
+
     def num_leading_hits(self, request: Request, stop: int) -> int:
         """How many of the first ``stop`` are cached, counted up to the first that is not."""
         nothing: list[Sequence[KVCacheBlock]] = [[] for _ in self._groups]

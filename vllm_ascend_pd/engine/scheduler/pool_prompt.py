@@ -263,8 +263,10 @@ class PoolPrompt(BlockSource):
             by_place[max(places) or Place.DRAM] += num_tokens
         # Some may have been evicted since; what is not known to be elsewhere was in DRAM.
         excess = sum(by_place.values()) - num_pool
+        # What windows have left behind came with the rest.
+        by_place[max(by_place, key=by_place.__getitem__)] -= min(excess, 0)
         for place, num_tokens in by_place.items():
-            back = min(excess, num_tokens)
+            back = min(max(excess, 0), num_tokens)
             by_place[place] -= back
             excess -= back
         origin.pool_tokens = {place.label: count for place, count in by_place.items()}

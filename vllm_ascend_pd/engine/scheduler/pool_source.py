@@ -179,6 +179,7 @@ class PoolSource:
         indices = range(prompt.start, min(stop, len(request.block_hashes)))
         # States are at some boundaries only, and where is not to be guessed.
         groups = [group.id for group in self.groups if group.keeps_all or group.state]
+        groups = groups or [group.id for group in self.groups]
         return [Asked(group, indices) for group in groups] if indices else []
 
     def look_again(self, request: Request) -> bool:

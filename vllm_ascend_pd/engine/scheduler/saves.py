@@ -32,7 +32,7 @@ import msgspec
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.scheduler.evictions import Evictions, GoodBlock
 from vllm_ascend_pd.engine.vllm_api.blocks import block_key, split_key
-from vllm_ascend_pd.engine.vllm_api.groups import block_table, known_end
+from vllm_ascend_pd.engine.vllm_api.groups import block_table, known_end, num_entered
 from vllm_ascend_pd.engine.vllm_api.hashes import salt_of_client
 from vllm_ascend_pd.engine.vllm_api.requests import num_landed_tokens
 from vllm_ascend_pd.engine.vllm_api.status import is_completed
@@ -290,6 +290,8 @@ class Saves:
 
     def _cached_end(self, request: Request, start: int, end: int) -> int:
         """Up to where its blocks are in the prefix cache, which all groups enter at once."""
+        if not any(group.keeps_all for group in self._groups):
+            return min(end, *(num_entered(self._manager, request, g) for g in self._groups))
         for group in self._groups:
             if group.keeps_all:
                 table = block_table(self._manager, request, group)[start:end]

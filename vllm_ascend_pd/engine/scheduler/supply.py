@@ -158,9 +158,12 @@ class Supply:
         unit_of = self._phantoms.unit_of
         num_offered = unit_of(missing[-1]) + 1
         load_ms: list[float | None] = [None] * num_offered
+        first = None
+        if self._has_windows and source.compute_ms:
+            # A source is known to have those of its own end: it is all or nothing.
+            first = self._phantoms.num_leading_hits(source.request, unit_of(missing[0]))
         for place, block_ms in zip(missing, source.load_ms(missing), strict=True):
-            # Of windows a source is known to have those of its own end: it is all or nothing.
-            at = unit_of(missing[0] if self._has_windows else place)
+            at = unit_of(place) if first is None else first
             load_ms[at] = (load_ms[at] or 0.0) + block_ms
         decided = plan(
             Question(
@@ -277,10 +280,12 @@ class Supply:
         indices = sorted({self._phantoms.unit_of(phantom.place) for phantom in phantoms})
         num_hit = num_blocks * self._block_size
         num_external = len(indices) * self._block_size
+        if num_tail:
+            indices.append(num_blocks)
+        if indices:
+            num_external += self._phantoms.num_with(request, indices[0]) * self._block_size
         if source is not None:
             num_external = min(num_hit, num_external + source.num_parked_tokens)
-            if num_tail:
-                indices.append(num_blocks)
             source.admit(num_hit - num_external, num_external + num_tail, indices)
             num_external += num_tail
             num_hit += num_tail

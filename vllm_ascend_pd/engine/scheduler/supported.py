@@ -322,11 +322,8 @@ def check_supported(scheduler: Scheduler) -> None:
             ),
         ),
         (
-            not others and not any(group.keeps_all for group in groups),
-            (
-                "windows or states in all layers (of windows, --disable-sliding-window makes full"
-                " attention, for requests no longer than one)"
-            ),
+            has_states(groups) and not any(group.keeps_all for group in groups),
+            "states without full attention beside them",
         ),
         (
             len({group.page_bytes for group in groups}) > 1,

@@ -269,6 +269,14 @@ def block_table(manager: KVCacheManager, request: Request, group: KVGroup) -> li
     return tables.get(request.request_id, [])
 
 
+def num_entered(manager: KVCacheManager, request: Request, group: KVGroup) -> int:
+    """So many of its blocks has vLLM entered into the prefix cache, but for those of windows that
+    it was asked not to.
+    """
+    entered = manager.coordinator.single_type_managers[group.id].num_cached_block
+    return entered.get(request.request_id, 0)
+
+
 def known_end(request: Request) -> int:
     """How many tokens of a request were known when it came: the end of the span that is asked for,
     leased and loaded for it. What follows is sampled.

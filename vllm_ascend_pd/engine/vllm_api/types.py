@@ -172,6 +172,7 @@ class BlockTables(Protocol):
     """
 
     req_to_blocks: dict[str, list[KVCacheBlock]]
+    num_cached_block: dict[str, int]
 
 
 class KVCacheBlocks(Protocol):
