@@ -13,7 +13,7 @@ import torch
 
 from tests.integration.stress.rounds import OPERATIONS
 from tests.schedulers.harness import SPEC, WINDOW, Engines
-from tests.schedulers.test_random_schedulers import NUM_ROUNDS, Rounds
+from tests.schedulers.test_random_schedulers import NUM_ROUNDS, POOL, Rounds, store_and_load
 
 
 def full(block_size: int) -> Any:
@@ -79,3 +79,20 @@ def test_random_operations_with_drafts(engines: Engines, seed: int, specs: tuple
     for _ in range(NUM_ROUNDS):
         rounds.run({**OPERATIONS, "alone": 20, "move": 20})
     assert rounds.num_accepted
+
+
+@pytest.mark.parametrize("save", ["write_through", "eviction"])
+@pytest.mark.parametrize("specs", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("seed", range(2))
+def test_random_operations_with_a_pool(
+    engines: Engines, seed: int, specs: tuple[Any, ...], save: str
+) -> None:
+    store_and_load(Rounds(engines, seed, ROOM, specs, {**POOL, "save": save}, num_drafts=seed))
+
+
+@pytest.mark.parametrize("save", ["write_through", "eviction"])
+def test_random_operations_with_a_pool_and_several_hashes_a_block(
+    engines: Engines, save: str
+) -> None:
+    specs, pool = (SPEC, window(16, 20)), {**POOL, "save": save}
+    store_and_load(Rounds(engines, 0, ROOM, specs, pool, hash_block_size=4))

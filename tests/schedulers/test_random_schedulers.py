@@ -19,7 +19,6 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.integration.stress.rounds import OPERATIONS
 from tests.schedulers.harness import (
-    BLOCK_SIZE,
     POLL_LIMIT_S,
     SPEC,
     STATE,
@@ -146,7 +145,7 @@ class SimulatedPool:
                 content = self._values.get((part.group, block_hash))
                 if content is None or (cause and self._draw.random() < 0.5):
                     failed.append(block_id)
-                    content = [-1] * BLOCK_SIZE
+                    content = [-1] * len(self._pages(block_id))
                 self._worker.blocks[block_id] = list(content)
                 self.num_loaded += 1
         cause = (cause or Cause.EVICTED.value) if failed else ""
@@ -446,6 +445,7 @@ POOLED = {
     "drafts and windows": (SPEC, DRAFTED, WINDOW),
 }
 """KV cache groups."""
+POOL = {"load": "all", "lookup_timeout_ms": 5000}
 
 
 @pytest.mark.parametrize("save", ["write_through", "eviction"])
@@ -457,16 +457,20 @@ def test_random_operations_with_a_pool(
     specs: tuple[Any, ...],
     save: str,
 ) -> None:
-    pool = {"load": "all", "lookup_timeout_ms": 5000, "save": save}
     num_drafts = DRAFTED.num_speculative_blocks if DRAFTED in specs else 0
-    rounds = Rounds(engines, seed, (40, 48, 64), specs, pool, num_drafts)
+    rounds = Rounds(engines, seed, (40, 48, 64), specs, {**POOL, "save": save}, num_drafts)
+    store_and_load(rounds)
+    assert bool(rounds.num_accepted) == bool(num_drafts)
+
+
+def store_and_load(rounds: Rounds) -> None:
+    """By pools, until both have been."""
     try:
         for num_rounds in range(1, 10 * NUM_ROUNDS):
             rounds.run({**OPERATIONS, "move": 10})
             num_stored = sum(each.num_stored for each in rounds.pools)
             num_loaded = sum(each.num_loaded for each in rounds.pools)
             if num_rounds >= NUM_ROUNDS and num_stored and num_loaded:
-                assert bool(rounds.num_accepted) == bool(num_drafts)
                 return
         pytest.fail(f"{num_stored} blocks were stored and {num_loaded} loaded")
     finally:

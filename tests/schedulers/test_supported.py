@@ -92,14 +92,6 @@ class _Speculative:
         ({"spec": (SPEC, replace(WINDOW, block_size=2 * BLOCK_SIZE))}, "pages of different sizes"),
         (
             {
-                "spec": (SPEC, LARGE),
-                "block_size": 2 * BLOCK_SIZE,
-                "vllm_config__kv_transfer_config__kv_connector_extra_config": {"pool": {}},
-            },
-            "a pool beside KV cache groups with blocks of .*--disable-hybrid-kv-cache-manager",
-        ),
-        (
-            {
                 "spec": (SPEC, WINDOW),
                 "vllm_config__parallel_config__pipeline_parallel_size": 2,
             },

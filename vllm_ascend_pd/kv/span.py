@@ -69,6 +69,15 @@ class KVGroup:
         """The index of the unit that this block is in."""
         return index // self.blocks_per_unit
 
+    def blocks_of(self, start: int, stop: int) -> range:
+        """The indices of the blocks of these units."""
+        return range(start * self.blocks_per_unit, stop * self.blocks_per_unit)
+
+    @property
+    def hashes_per_unit(self) -> int:
+        """Of those of a request; the same in all groups."""
+        return self.hashes_per_block * self.blocks_per_unit
+
     def last_hash(self, index: int) -> int:
         """The index of this block's hash among those of a request."""
         return (index + 1) * self.hashes_per_block - 1

@@ -7,6 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceState
+from vllm_ascend_pd.engine.vllm_api.blocks import hash_of
 from vllm_ascend_pd.engine.vllm_api.requests import is_for_consumer
 from vllm_ascend_pd.pool.messages import PoolBlocks, PoolLoadSpec
 from vllm_ascend_pd.types import Cause, Place
@@ -51,7 +52,7 @@ class PoolPrompt(BlockSource):
         provenance: Provenance | None = None,
         had_peer: bool = False,
     ) -> None:
-        """Blocks before ``start`` were in the prefix cache at arrival and were not asked for.
+        """Units before ``start`` were in the prefix cache at arrival and were not asked for.
         ``had_peer``: ``provenance`` is that of its session with a peer, which the consumer counts.
         """
         super().__init__(request, provenance)
@@ -66,7 +67,7 @@ class PoolPrompt(BlockSource):
         self.again: PoolPrompt | None = None
         """What a second lookup finds, made as the request waits; it may take this one's place."""
         self.loaded: set[int] = set()
-        """Blocks that loads have brought in."""
+        """Units that loads have brought in, or parts of them."""
         self._pool = source
         self._places: list[dict[int, Place]] = [{} for _ in source.groups]
         """By group and index: of what has been asked for."""
@@ -84,7 +85,8 @@ class PoolPrompt(BlockSource):
             own = places[at : at + len(indices)]
             self._places[group].update(zip(indices, Place.of(own), strict=True))
             if num_there := len(own.rstrip(b"\0")):
-                self._num_blocks = max(self._num_blocks, indices[num_there - 1] + 1)
+                unit = self._pool.groups[group].unit_of(indices[num_there - 1])
+                self._num_blocks = max(self._num_blocks, unit + 1)
             at += len(indices)
 
     def unknown(self, phantoms: PhantomBlocks) -> list[Asked]:
@@ -97,20 +99,23 @@ class PoolPrompt(BlockSource):
             return []
         self._hopes = True
         stop = phantoms.num_hits(self.request, self)
-        end = min(stop, self._num_blocks) * size.block_size
-        stop += bool(self.num_tail_tokens and stop == size.tail_index(self.request.num_tokens))
+        end = min(stop, self._num_blocks) * size.unit_size
+        stop += bool(self.num_tail_tokens and stop == size.tail_unit(self.request.num_tokens))
         self._hopes = False
-        unknown = self._unknown([range(group.first_needed(end), stop) for group in groups])
+        stops = [stop * group.blocks_per_unit for group in groups]
+        unknown = self._unknown(
+            [range(group.first_needed(end), at) for group, at in zip(groups, stops, strict=True)]
+        )
         if unknown and self._num_lookups > 1:
-            near = range(self._num_blocks - _NEAR, self._num_blocks)
-            return self._unknown([near] * len(groups))
+            stops = [self._num_blocks * group.blocks_per_unit for group in groups]
+            return self._unknown([range(at - _NEAR, at) for at in stops])
         return unknown
 
     def _unknown(self, indices: Sequence[range]) -> list[Asked]:
         """Of these blocks, by group."""
         asked = [
-            Asked(group, [i for i in own if i >= self.start and i not in known])
-            for group, (own, known) in enumerate(zip(indices, self._places, strict=True))
+            Asked(group.id, [i for i in own if group.unit_of(i) >= self.start and i not in known])
+            for group, own, known in zip(self._pool.groups, indices, self._places, strict=True)
         ]
         return [each for each in asked if each.indices]
 
@@ -121,18 +126,27 @@ class PoolPrompt(BlockSource):
 
     @property
     def num_tail_tokens(self) -> int:
-        """All but the last token of a prompt of full blocks: vLLM computes that one, and would
-        compute its whole block."""
-        size = self._pool.size
-        tail = size.tail_index(self.request.num_tokens)
-        has_all = all(self.has_block(tail, group.id) for group in self._pool.groups)
-        return size.block_size - 1 if has_all and not self._is_cut else 0
+        """All but the last token of a prompt of full units: vLLM computes that one, and would
+        compute its whole unit."""
+        last = self.request.num_tokens - 1
+        tail = last // self._pool.size.unit_size
+        has_all = all(
+            self.has_block(index, group.id)
+            for group in self._pool.groups
+            for index in group.blocks_of(tail, tail + 1)
+            if index >= group.first_needed(last)
+        )
+        return self._pool.size.unit_size - 1 if has_all and not self._is_cut else 0
 
     def has_tail(self, index: int) -> bool:
-        return self.num_tail_tokens > 0 and self.has_block(index)
+        return self.num_tail_tokens > 0 and self._has_unit(index)
+
+    def _has_unit(self, index: int) -> bool:
+        """Whether it has been asked for, and nothing behind it is all that there is."""
+        return self.start <= index < self._num_blocks
 
     def has_block(self, index: int, group: int = 0) -> bool:
-        if not self.start <= index < self._num_blocks:
+        if not self._has_unit(self._pool.groups[group].unit_of(index)):
             return False
         return self._places[group].get(index, self._hopes) > 0
 
@@ -180,14 +194,14 @@ class PoolPrompt(BlockSource):
         in_step: bool,
     ) -> PoolLoadSpec:
         name, transfer = self._pool.names.name, self._pool.transfer
-        hashes = self.request.block_hashes
-        parts = tuple(
-            PoolBlocks(tuple(name(hashes[i]) for i in part.indices), part.block_ids, part.group)
-            for part in blocks
-        )
+        parts = []
+        for part in blocks:
+            group = self._pool.groups[part.group]
+            hashes = (hash_of(self.request, index, group) for index in part.indices)
+            parts.append(PoolBlocks(tuple(map(name, hashes)), part.block_ids, part.group))
         timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
         has_tail = any(part.has_tail for part in blocks)
-        return PoolLoadSpec(load_id, parts, in_step, timeout_s, has_tail)
+        return PoolLoadSpec(load_id, tuple(parts), in_step, timeout_s, has_tail)
 
     def load_ended(
         self, result: LoadResult, places: Mapping[int, Wanted], was_parked: bool
@@ -198,7 +212,7 @@ class PoolPrompt(BlockSource):
         origin.transfer_ms += result.elapsed_ms
         if result.failed or not result.cause:
             self.loaded.update(
-                place.block_index for b, place in places.items() if b not in result.failed
+                self._unit_of(place) for b, place in places.items() if b not in result.failed
             )
         where = [self.place_of(*place) for place in places.values()]
         self._pool.load_ended(result, where, was_parked)
@@ -208,12 +222,16 @@ class PoolPrompt(BlockSource):
         for block_id in result.failed:
             if block_id in places:
                 self._pool.failed_to_load(self.request, places[block_id])
-        lost = {p.block_index for b, p in places.items() if not result.failed or b in result.failed}
+        failed = result.failed or places.keys()
+        lost = {self._unit_of(place) for b, place in places.items() if b in failed}
         kept = min(lost, default=0)
         if not all(group.keeps_all for group in self._pool.groups):
             # Of windows only those of the load's end have come: no end before it is whole.
             kept = min(kept, self.start)
-        self.provenance.take_back(kept * self._pool.size.block_size)
+        self.provenance.take_back(kept * self._pool.size.unit_size)
+
+    def _unit_of(self, place: Wanted) -> int:
+        return self._pool.groups[place.group].unit_of(place.block_index)
 
     def count_computed(self, admitted: bool) -> bool:
         """Whether the request has been admitted. Nobody says so when nothing of its prompt was to
@@ -248,7 +266,7 @@ class PoolPrompt(BlockSource):
         self._attribute(num_pool, self.loaded.union(indices))
 
     def _attribute(self, num_pool: int, indices: set[int]) -> None:
-        """Split the pool's tokens by tier, as the lookup saw it. ``indices`` are the blocks that it
+        """Split the pool's tokens by tier, as the lookup saw it. ``indices`` are the units that it
         has brought in, or is about to.
         """
         if not num_pool and not indices:
@@ -256,10 +274,10 @@ class PoolPrompt(BlockSource):
         origin = self.provenance
         size = self._pool.size
         by_place = dict.fromkeys(Place.all(), 0)
-        tail = size.tail_index(self.end)
+        tail = size.tail_unit(self.end)
         for index in indices:
-            num_tokens = size.block_size - (index == tail)
-            places = [self.place_of(index, group.id) for group in self._pool.groups]
+            num_tokens = size.unit_size - (index == tail)
+            places = [self.place_of(*block) for block in self._pool.blocks_of(index, index + 1)]
             by_place[max(places) or Place.DRAM] += num_tokens
         # Some may have been evicted since; what is not known to be elsewhere was in DRAM.
         excess = sum(by_place.values()) - num_pool

@@ -78,10 +78,10 @@ class PoolSide(Part):
             send=self._hold,
             bounds=SaveBounds(
                 blocks_per_save=blocks_per_save,
-                blocks_per_step=len(common.groups)
-                * (
+                blocks_per_step=sum(
                     options.max_num_seqs
-                    + math.ceil(options.max_num_batched_tokens / common.block_size)
+                    + math.ceil(options.max_num_batched_tokens / group.block_size)
+                    for group in common.groups
                 ),
             ),
             not_found=self.source.closed,

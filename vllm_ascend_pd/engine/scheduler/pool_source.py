@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 from vllm_ascend_pd.config import LoadFromPool, LoadMode
 from vllm_ascend_pd.engine.scheduler.pool_prompt import Asked, PoolPrompt, num_asked
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
-from vllm_ascend_pd.engine.vllm_api.blocks import block_key, block_keys
+from vllm_ascend_pd.engine.vllm_api.blocks import block_keys, hash_of, key_of
 from vllm_ascend_pd.engine.vllm_api.status import queue_as, wait_for_kv
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.kv.cost import Speed
+from vllm_ascend_pd.kv.span import Wanted
 from vllm_ascend_pd.pool.fold import fold_found
 from vllm_ascend_pd.pool.keys import PoolNames
 from vllm_ascend_pd.pool.messages import Found, Lookup, join_hashes
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from vllm_ascend_pd.engine.vllm_api.types import Request
     from vllm_ascend_pd.kv.cost import LoadPlan
     from vllm_ascend_pd.kv.load import LoadResult
-    from vllm_ascend_pd.kv.span import Wanted
     from vllm_ascend_pd.metrics import Provenance
     from vllm_ascend_pd.pool.messages import Message
 
@@ -86,7 +86,7 @@ class PoolSource:
         self.transfer = common.config.transfer
         self.groups = common.groups
         self.size = common.groups[0]
-        """Blocks of all groups are of one size."""
+        """Units of all groups are of one size."""
         self._config = config
         self._common = common
         self._has_states = common.has_states
@@ -142,7 +142,7 @@ class PoolSource:
             prompt = self._follow(previous, admitted)
         else:
             # The blocks of a preempted request are still cached, and about to be taken by others.
-            end = self.size.tail_index(request.num_tokens)
+            end = self.size.tail_unit(request.num_tokens)
             start = 0 if admitted else self._phantoms.num_leading_hits(request, end)
             prompt = PoolPrompt(request, start, self, from_peer, from_peer is not None)
             prompt.follow(admitted and prompt.had_peer)
@@ -175,12 +175,13 @@ class PoolSource:
         """What its first lookup asks for."""
         request = prompt.request
         # The last token is computed in any case, which a state behind it is of no use for.
-        stop = self.size.tail_index(request.num_tokens) + (not self._has_states)
-        indices = range(prompt.start, min(stop, len(request.block_hashes)))
+        stop = self.size.tail_unit(request.num_tokens) + (not self._has_states)
+        stop = min(stop, len(request.block_hashes) // self.size.hashes_per_unit)
         # States are at some boundaries only, and where is not to be guessed.
-        groups = [group.id for group in self.groups if group.keeps_all or group.state]
-        groups = groups or [group.id for group in self.groups]
-        return [Asked(group, indices) for group in groups] if indices else []
+        groups = [group for group in self.groups if group.keeps_all or group.state]
+        groups = groups or list(self.groups)
+        asked = [Asked(group.id, group.blocks_of(prompt.start, stop)) for group in groups]
+        return asked if prompt.start < stop else []
 
     def look_again(self, request: Request) -> bool:
         """It waits for memory only, and may be scheduled soon. It keeps its place in the queue, and
@@ -228,17 +229,18 @@ class PoolSource:
             return [], 0
         return self._phantoms.find_missing(prompt.request, prompt), prompt.num_tail_tokens
 
-    def _refresh(self, request: Request, num_blocks: int) -> None:
-        """These leading blocks are taken from the prefix cache. The pool evicts what nobody has
+    def _refresh(self, request: Request, num_units: int) -> None:
+        """These leading units are taken from the prefix cache. The pool evicts what nobody has
         looked up for longest, and without telling: it learns that they are used, and we, what must
         be stored again. Nobody waits for the answer.
         """
-        hashes, end = request.block_hashes, num_blocks * self.size.block_size
         is_recent = self._events.is_recent
         asked = []
         for group in self.groups:
-            first = group.first_needed(end)
-            keys = block_keys(hashes[first:num_blocks], group.id)
+            first = group.first_needed(num_units * group.unit_size)
+            stop = num_units * group.blocks_per_unit
+            hashes = [hash_of(request, index, group) for index in range(first, stop)]
+            keys = block_keys(hashes, group.id)
             indices = [i for i, key in enumerate(keys, first) if not is_recent(key, _REFRESH_S)]
             if indices:
                 asked.append(Asked(group.id, indices))
@@ -261,11 +263,14 @@ class PoolSource:
         lookup_id = next(self._ids)
         deadline = min(deadline, now + timeout_s)
         self._pending[lookup_id] = _Pending(request, asked, prompt, now, deadline)
-        hashes = request.block_hashes if request is not None else [_PROBE_HASH]
-        name = self.names.name
-        joined, hash_bytes = join_hashes([name(hashes[i]) for _, each in asked for i in each])
-        groups = b"".join(bytes([group]) * len(each) for group, each in asked)
-        self._send(Lookup(lookup_id, joined, hash_bytes, groups, deadline))
+        hashes = [_PROBE_HASH]
+        if request is not None:
+            hashes = [
+                hash_of(request, i, self.groups[group]) for group, each in asked for i in each
+            ]
+        joined, hash_bytes = join_hashes(list(map(self.names.name, hashes)))
+        ids = b"".join(bytes([group]) * len(each) for group, each in asked)
+        self._send(Lookup(lookup_id, joined, hash_bytes, ids, deadline))
 
     def fold_some(self) -> None:
         """Of answers that have come; a few, so that no pass pays for many."""
@@ -411,7 +416,7 @@ class PoolSource:
         if not self._blacklist:
             return places
         now, usable = self._clock(), bytearray(places)
-        keys = (block_key(request.block_hashes[i], group) for group, each in asked for i in each)
+        keys = (key_of(request, i, self.groups[group]) for group, each in asked for i in each)
         for at, key in enumerate(keys):
             if (until := self._blacklist.get(key, 0.0)) > now:
                 usable[at] = Place.NOWHERE
@@ -467,28 +472,32 @@ class PoolSource:
     def compute_ms(self) -> float:
         if self._config.load is not LoadFromPool.AUTO:
             return 0.0
-        return self._common.prefill.ms(self.size.block_size)
+        return self._common.prefill.ms(self.size.unit_size)
 
     def decided(self, prompt: PoolPrompt, plan: LoadPlan, num_offered: int) -> None:
-        """So many of the blocks that it offers are used."""
+        """So many of the units that it offers are used."""
         use = plan.num_blocks
         label = "all" if use == num_offered else "part" if use else "none"
         self._stats.add("pool_decisions", label=label)
         logger.debug(
-            "request %s: %d of %d blocks are used that the pool has; load %.1f ms, %s bytes/ms,"
+            "request %s: %d of %d units are used that the pool has; load %.1f ms, %s bytes/ms,"
             " prefill %s tokens/ms",
             *(prompt.request.request_id, use, num_offered, plan.load_ms),
             {place.label: round(speed.per_ms) for place, speed in self.speeds.items()},
             self._common.prefill.per_ms,
         )
-        left = range(use, num_offered)
-        for place in {prompt.place_of(i, group.id) for group in self.groups for i in left}:
+        for place in {prompt.place_of(*block) for block in self.blocks_of(use, num_offered)}:
             if place and self._is_slow(place):
                 self.speeds[place].relax()
 
+    def blocks_of(self, start: int, stop: int) -> list[Wanted]:
+        """Of these units, in all groups."""
+        return [Wanted(i, group.id) for group in self.groups for i in group.blocks_of(start, stop)]
+
     def _is_slow(self, place: Place) -> bool:
-        """Whether a block is believed to be computed sooner than it comes from there."""
-        return sum(self.load_ms(place, group.id) for group in self.groups) > self.compute_ms
+        """Whether a unit is believed to be computed sooner than it comes from there."""
+        blocks = self.blocks_of(0, 1)
+        return sum(self.load_ms(place, block.group) for block in blocks) > self.compute_ms
 
     # Loads, end.
 
@@ -539,7 +548,7 @@ class PoolSource:
 
     def failed_to_load(self, request: Request, wanted: Wanted) -> None:
         """It is not tried again for a while."""
-        key = block_key(request.block_hashes[wanted.block_index], wanted.group)
+        key = key_of(request, wanted.block_index, self.groups[wanted.group])
         now = self._clock()
         self._blacklist.pop(key, None)
         self._blacklist[key] = now + _BLACKLIST_S

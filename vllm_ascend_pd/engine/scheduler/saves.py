@@ -31,7 +31,7 @@ import msgspec
 
 from vllm_ascend_pd.config import PoolSave
 from vllm_ascend_pd.engine.scheduler.evictions import Evictions, GoodBlock
-from vllm_ascend_pd.engine.vllm_api.blocks import block_key, split_key
+from vllm_ascend_pd.engine.vllm_api.blocks import key_of, split_key
 from vllm_ascend_pd.engine.vllm_api.groups import block_table, known_end, num_entered
 from vllm_ascend_pd.engine.vllm_api.hashes import salt_of_client
 from vllm_ascend_pd.engine.vllm_api.requests import num_landed_tokens
@@ -140,7 +140,7 @@ class Saves:
         self._blocks = common.manager.block_pool
         self._manager = common.manager
         self._groups = common.groups
-        self._block_size = common.block_size
+        self._unit_size = common.block_size
         self._known = known
         self._events = events
         self._config = config
@@ -166,7 +166,7 @@ class Saves:
         self._packs_ahead = self._evictions is None
         self._steps: deque[_Step] = deque()
         self._saved: dict[str, int] = {}
-        """By request id: so many of its leading blocks have been looked at."""
+        """By request id: so many of its leading units have been looked at."""
         self._waiting: OrderedDict[int, GoodBlock] = OrderedDict()
         """By block id: to be sent as soon as that may be."""
         self._under_way: dict[int, _Save] = {}
@@ -205,17 +205,18 @@ class Saves:
             num_after = num_before + num_scheduled
             if not self._config.put_decoded:
                 num_after = min(num_after, known_end(request))
-            if num_after // self._block_size <= self._saved.get(request_id, 0):
+            if num_after // self._unit_size <= self._saved.get(request_id, 0):
                 continue  # so most requests in most steps
             step.requests.append((request, request.num_preemptions, num_after))
             if announces and num_before < known_end(request):
-                start = num_before // self._block_size
-                stop = min(num_after, known_end(request)) // self._block_size
+                start = num_before // self._unit_size
+                stop = min(num_after, known_end(request)) // self._unit_size
                 for group, ids in zip(self._groups, block_ids, strict=True):
-                    first = start
+                    indices = group.blocks_of(start, stop)
                     if request_id not in self._not_found:
-                        first = self._first_wanted(request, group, start, stop)
-                    table = block_table(self._manager, request, group)[first:stop]
+                        indices = self._wanted(request, group, indices)
+                    table = block_table(self._manager, request, group)
+                    table = table[indices.start : indices.stop]
                     if group.state:  # there is one where the step stops
                         table = [block for block in table if not block.is_null]
                     ids.extend(map(_BLOCK_ID, table))
@@ -231,13 +232,15 @@ class Saves:
             for start in range(0, len(ids), size)
         )
 
-    def _first_wanted(self, request: Request, group: KVGroup, start: int, stop: int) -> int:
-        """The first of these blocks that is not somebody else's to store, or known to be stored."""
-        hashes = request.block_hashes
-        start = max(start, self._saved.get(request.request_id, 0))
-        while start < stop and not self._is_wanted(block_key(hashes[start], group.id)):
+    def _wanted(self, request: Request, group: KVGroup, indices: range) -> range:
+        """From the first of these blocks that is not somebody else's to store, or known to be
+        stored.
+        """
+        num_saved = self._saved.get(request.request_id, 0) * group.blocks_per_unit
+        start, stop = max(indices.start, num_saved), indices.stop
+        while start < stop and not self._is_wanted(key_of(request, start, group)):
             start += 1
-        return start
+        return range(start, stop)
 
     def confirm(self) -> None:
         """The oldest step is over and what it left is right: store what has become full."""
@@ -267,36 +270,43 @@ class Saves:
         have stored nothing yet.
         """
         if self._evictions is None:
-            self._saved[request.request_id] = num_tokens // self._block_size
+            self._saved[request.request_id] = num_tokens // self._unit_size
 
     def _note_good(self, request: Request, num_computed: int) -> None:
-        """The blocks that the request has filled since the last time. It still has all of them,
+        """The units that the request has filled since the last time. It still has all of them,
         unless it was admitted without: it gives up none before the step after this one. A scheduler
         that runs ahead enters what is full with the next step of the request, or with its end.
         """
         start = self._saved.get(request.request_id, 0)
-        end = min(num_computed, request.num_tokens) // self._block_size
+        end = min(num_computed, request.num_tokens) // self._unit_size
         if not self._config.put_decoded:
-            end = min(end, known_end(request) // self._block_size)
-        end = self._cached_end(request, start, min(end, len(request.block_hashes)))
+            end = min(end, known_end(request) // self._unit_size)
+        end = self._cached_end(request, start, min(end, self._num_hashed(request)))
         if start >= end:
             return
         for group in self._groups:
-            for index, block in enumerate(
-                block_table(self._manager, request, group)[start:end], start
-            ):
+            indices = group.blocks_of(start, end)
+            table = block_table(self._manager, request, group)[indices.start : indices.stop]
+            for index, block in enumerate(table, indices.start):
                 self._note_good_block(request, index, group, block)
         self._saved[request.request_id] = end
 
     def _cached_end(self, request: Request, start: int, end: int) -> int:
         """Up to where its blocks are in the prefix cache, which all groups enter at once."""
         if not any(group.keeps_all for group in self._groups):
-            return min(end, *(num_entered(self._manager, request, g) for g in self._groups))
+            entered = (g.unit_of(num_entered(self._manager, request, g)) for g in self._groups)
+            return min(end, *entered)
         for group in self._groups:
             if group.keeps_all:
-                table = block_table(self._manager, request, group)[start:end]
-                end = next((i for i, b in enumerate(table, start) if b.block_hash is None), end)
+                indices = group.blocks_of(start, end)
+                table = block_table(self._manager, request, group)[indices.start : indices.stop]
+                not_yet = (i for i, b in enumerate(table, indices.start) if b.block_hash is None)
+                end = next(map(group.unit_of, not_yet), end)
         return end
+
+    def _num_hashed(self, request: Request) -> int:
+        """Units."""
+        return len(request.block_hashes) // self._groups[0].hashes_per_unit
 
     def _note_good_block(
         self, request: Request, index: int, group: KVGroup, block: KVCacheBlock

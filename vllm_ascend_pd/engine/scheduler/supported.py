@@ -330,16 +330,6 @@ def check_supported(scheduler: Scheduler) -> None:
             "KV cache groups with pages of different sizes",
         ),
         (
-            scheduler.hash_block_size != scheduler.block_size
-            and _has("pool", scheduler.vllm_config),
-            (
-                "a pool beside KV cache groups with blocks of different sizes, or hash blocks"
-                " smaller than KV blocks (where they are of windows,"
-                " --disable-hybrid-kv-cache-manager makes them one, which keeps all KV; else leave"
-                " pool and --prefix-match-unit out)"
-            ),
-        ),
-        (
             has_caches_beside(scheduler.kv_cache_config)
             and not uses_sparse_attention(scheduler.vllm_config),
             "layers with a second cache beside their KV, but for indexers of sparse attention",

@@ -42,12 +42,21 @@ def split_key(key: bytes) -> tuple[bytes, int]:
     return bytes(get_block_hash(key)), get_group_id(key)
 
 
+def hash_of(request: Request, index: int, group: KVGroup) -> BlockHash:
+    """Of the request's block ``index``, a full one."""
+    return request.block_hashes[group.last_hash(index)]
+
+
+def key_of(request: Request, index: int, group: KVGroup) -> BlockHashWithGroupId:
+    """``block_key`` of the request's block ``index``."""
+    return block_key(hash_of(request, index, group), group.id)
+
+
 def cached_block(
     pool: BlockPool, request: Request, index: int, group: KVGroup
 ) -> KVCacheBlock | None:
     """The block of the prefix cache with what the request's block ``index`` holds."""
-    block_hash = request.block_hashes[group.last_hash(index)]
-    return pool.cached_block_hash_to_block.get_one_block(block_key(block_hash, group.id))
+    return pool.cached_block_hash_to_block.get_one_block(key_of(request, index, group))
 
 
 def cached_blocks(

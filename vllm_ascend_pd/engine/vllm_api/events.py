@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm.distributed import kv_events
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from vllm_ascend_pd.engine.vllm_api.blocks import hash_of
 from vllm_ascend_pd.engine.vllm_api.hashes import event_extra_keys
 
 if TYPE_CHECKING:
@@ -19,12 +20,13 @@ if TYPE_CHECKING:
 
 def stored(request: Request, index: int, group: KVGroup) -> BlockStored:
     """Of block ``index`` of ``request``, without its medium."""
-    hashes = request.block_hashes
     start, end = index * group.block_size, (index + 1) * group.block_size
     lora = request.lora_request
     return kv_events.BlockStored(
-        block_hashes=[maybe_convert_block_hash(hashes[index])],
-        parent_block_hash=maybe_convert_block_hash(hashes[index - 1]) if index else None,
+        block_hashes=[maybe_convert_block_hash(hash_of(request, index, group))],
+        parent_block_hash=(
+            maybe_convert_block_hash(hash_of(request, index - 1, group)) if index else None
+        ),
         token_ids=request.all_token_ids[start:end],
         block_size=group.block_size,
         lora_id=lora.lora_int_id if lora else None,

@@ -286,7 +286,7 @@ def known_end(request: Request) -> int:
 
 def block_hashes(request: Request, group: KVGroup, end: int) -> tuple[bytes, ...]:
     """Of the full units of its first ``end`` tokens."""
-    every = group.hashes_per_block * group.blocks_per_unit
+    every = group.hashes_per_unit
     return tuple(request.block_hashes[every - 1 : end // group.unit_size * every : every])
 
 
