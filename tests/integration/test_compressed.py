@@ -13,6 +13,8 @@ import pytest
 
 from tests.integration.engines import EngineConfig, Fleet, PromptOf
 from tests.integration.pairs import ORDERS, Pair, Three, abort_early_and_late
+from tests.integration.pool_steps import settle, store
+from tests.integration.pooled import Pooled
 from tests.integration.test_moves import num_bytes_of_move
 
 pytestmark = pytest.mark.engine
@@ -100,3 +102,16 @@ def test_request_moves_while_it_runs(
     three: Three, prompt_of: PromptOf, num_tokens: int, cut: int
 ) -> None:
     num_bytes_of_move(three, prompt_of(num_tokens), cut)
+
+
+@pytest.mark.parametrize("load_mode", ["step", "park"])
+def test_pool(fleet: Fleet, config: EngineConfig, prompt_of: PromptOf, load_mode: str) -> None:
+    pooled = Pooled.of(fleet, config)
+    engine = pooled.other(transfer={"load_mode": load_mode})
+    for num_tokens in (UNIT - 1, UNIT, 700):
+        prompt = prompt_of(num_tokens)
+        store(engine, prompt)
+        answer = pooled.ask(engine, prompt)
+        num_hit = min(num_tokens // UNIT * UNIT, num_tokens - 1)
+        assert answer.provenance["num_dram_tokens"] == num_hit
+        settle(engine)
