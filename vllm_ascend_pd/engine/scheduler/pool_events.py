@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_ascend_pd.engine.vllm_api.blocks import block_keys, hash_of, split_key
+from vllm_ascend_pd.engine.vllm_api.blocks import block_keys, hashes_of, split_key
 from vllm_ascend_pd.engine.vllm_api.events import stored, tell_removed, tell_stored
 from vllm_ascend_pd.types import Place
 
@@ -50,8 +50,7 @@ class PoolEvents:
         self, request: Request, indices: Sequence[int], group: int, places: Sequence[Place]
     ) -> None:
         """A lookup has found these blocks of ``request`` there."""
-        hashes = [hash_of(request, index, self._groups[group]) for index in indices]
-        keys = block_keys(hashes, group)
+        keys = block_keys(hashes_of(request, indices, self._groups[group]), group)
         for index, key, place in zip(indices, keys, places, strict=True):
             before = self._known.note(key, place)
             if before.medium != place.medium:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_ascend_pd.engine.scheduler.sources import BlockSource, SourceState
-from vllm_ascend_pd.engine.vllm_api.blocks import hash_of
+from vllm_ascend_pd.engine.vllm_api.blocks import hashes_of
 from vllm_ascend_pd.engine.vllm_api.requests import is_for_consumer
 from vllm_ascend_pd.pool.messages import PoolBlocks, PoolLoadSpec
 from vllm_ascend_pd.types import Cause, Place
@@ -196,8 +196,7 @@ class PoolPrompt(BlockSource):
         name, transfer = self._pool.names.name, self._pool.transfer
         parts = []
         for part in blocks:
-            group = self._pool.groups[part.group]
-            hashes = (hash_of(self.request, index, group) for index in part.indices)
+            hashes = hashes_of(self.request, part.indices, self._pool.groups[part.group])
             parts.append(PoolBlocks(tuple(map(name, hashes)), part.block_ids, part.group))
         timeout_s = transfer.step_load_timeout_s if in_step else transfer.load_timeout_s
         has_tail = any(part.has_tail for part in blocks)

@@ -10,13 +10,13 @@ import time
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
 from vllm_ascend_pd.config import LoadFromPool, LoadMode
 from vllm_ascend_pd.engine.scheduler.pool_prompt import Asked, PoolPrompt, num_asked
 from vllm_ascend_pd.engine.scheduler.sources import SourceEvent, SourceState
-from vllm_ascend_pd.engine.vllm_api.blocks import block_keys, hash_of, key_of
+from vllm_ascend_pd.engine.vllm_api.blocks import block_keys, hashes_of, key_of
 from vllm_ascend_pd.engine.vllm_api.status import queue_as, wait_for_kv
 from vllm_ascend_pd.kv.breaker import Breaker
 from vllm_ascend_pd.kv.cost import Speed
@@ -239,8 +239,7 @@ class PoolSource:
         for group in self.groups:
             first = group.first_needed(num_units * group.unit_size)
             stop = num_units * group.blocks_per_unit
-            hashes = [hash_of(request, index, group) for index in range(first, stop)]
-            keys = block_keys(hashes, group.id)
+            keys = block_keys(hashes_of(request, range(first, stop), group), group.id)
             indices = [i for i, key in enumerate(keys, first) if not is_recent(key, _REFRESH_S)]
             if indices:
                 asked.append(Asked(group.id, indices))
@@ -265,9 +264,8 @@ class PoolSource:
         self._pending[lookup_id] = _Pending(request, asked, prompt, now, deadline)
         hashes = [_PROBE_HASH]
         if request is not None:
-            hashes = [
-                hash_of(request, i, self.groups[group]) for group, each in asked for i in each
-            ]
+            each = (hashes_of(request, own, self.groups[group]) for group, own in asked)
+            hashes = list(chain.from_iterable(each))
         joined, hash_bytes = join_hashes(list(map(self.names.name, hashes)))
         ids = b"".join(bytes([group]) * len(each) for group, each in asked)
         self._send(Lookup(lookup_id, joined, hash_bytes, ids, deadline))

@@ -47,6 +47,12 @@ def hash_of(request: Request, index: int, group: KVGroup) -> BlockHash:
     return request.block_hashes[group.last_hash(index)]
 
 
+def hashes_of(request: Request, indices: Iterable[int], group: KVGroup) -> list[BlockHash]:
+    """``hash_of`` of each."""
+    hashes = request.block_hashes[group.last_hash(0) :: group.hashes_per_block]
+    return list(map(hashes.__getitem__, indices))
+
+
 def key_of(request: Request, index: int, group: KVGroup) -> BlockHashWithGroupId:
     """``block_key`` of the request's block ``index``."""
     return block_key(hash_of(request, index, group), group.id)
