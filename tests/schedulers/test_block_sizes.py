@@ -87,7 +87,10 @@ def test_random_operations_with_drafts(engines: Engines, seed: int, specs: tuple
 def test_random_operations_with_a_pool(
     engines: Engines, seed: int, specs: tuple[Any, ...], save: str
 ) -> None:
-    store_and_load(Rounds(engines, seed, ROOM, specs, {**POOL, "save": save}, num_drafts=seed))
+    blocks_per_16 = sum(16 / spec.block_size for spec in specs)
+    # Little, so that there is something to evict.
+    room = tuple(int(min(20 * blocks_per_16, 160) * more) for more in (1.0, 1.2, 1.6))
+    store_and_load(Rounds(engines, seed, room, specs, {**POOL, "save": save}, num_drafts=seed))
 
 
 @pytest.mark.parametrize("save", ["write_through", "eviction"])
