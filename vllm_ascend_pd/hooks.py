@@ -57,6 +57,10 @@ class SchedulerHooks(Protocol):
     def on_slots_allocated(self, request: Request, new_computed_blocks: KVCacheBlocks) -> None:
         """Attach loads to the blocks that ``allocate_slots`` just committed."""
 
+    def on_scheduling_taken_back(self, request: Request) -> None:
+        """The step under way was to compute more of it, and does not: it is about to be preempted
+        for a request that comes first."""
+
     def build_step(self, scheduler_output: SchedulerOutput) -> object | None:
         """This step's message to the worker, or ``None``."""
 

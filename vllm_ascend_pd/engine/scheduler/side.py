@@ -11,6 +11,7 @@ from vllm_ascend_pd.engine.scheduler.integrity import IntegrityCheck, count
 from vllm_ascend_pd.engine.scheduler.parts import Ending, Part
 from vllm_ascend_pd.engine.scheduler.recovery import LoadEnds
 from vllm_ascend_pd.engine.scheduler.supply import Supply
+from vllm_ascend_pd.engine.vllm_api.groups import evict_uncomputed
 from vllm_ascend_pd.engine.vllm_api.steps import complete_new_requests, drop_padding
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ class SchedulerSide:
         if self._supply.allocated(request, hits):
             num_hits = self.common.phantoms.num_units(hits)
             self._arrivals.admitted(request, num_hits * self.common.block_size)
+
+    def on_scheduling_taken_back(self, request: Request) -> None:
+        evict_uncomputed(self.common.manager, request, self.common.groups)
 
     # The step and its output.
 

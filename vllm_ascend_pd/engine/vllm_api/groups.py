@@ -7,6 +7,7 @@ This is the one place that knows how vLLM orders groups: ``KVGroup.id`` is the i
 from __future__ import annotations
 
 import math
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from vllm_ascend_pd.engine.vllm_api.blocks import cached_block
@@ -267,6 +268,15 @@ def block_table(manager: KVCacheManager, request: Request, group: KVGroup) -> li
     """
     tables = manager.coordinator.single_type_managers[group.id].req_to_blocks
     return tables.get(request.request_id, [])
+
+
+def evict_uncomputed(manager: KVCacheManager, request: Request, groups: Sequence[KVGroup]) -> None:
+    """Its blocks that are full only with what a step was to compute: vLLM enters those into the
+    prefix cache when it schedules the request.
+    """
+    num_computed = request.num_computed_tokens
+    tables = [block_table(manager, request, g)[num_computed // g.block_size :] for g in groups]
+    manager.evict_blocks({block.block_id for block in chain(*tables) if not block.is_null})
 
 
 def num_entered(manager: KVCacheManager, request: Request, group: KVGroup) -> int:
