@@ -107,18 +107,12 @@ def test_sliding_windows_beside_full_attention(
 
 
 def test_windows_of_other_sizes_beside_a_pool_are_in_the_group_of_all(
-    fleet: Fleet,
-    base_config: EngineConfig,
-    three: Callable[..., Three],
-    models: Callable,
-    prompt_of: PromptOf,
+    three: Callable[..., Three], models: Callable, prompt_of: PromptOf
 ) -> None:
-    """In groups of their own they have larger blocks; the refusal says what to do."""
-    model, pool = models("sizes"), json.dumps({"tiers": ["dram"], "dram_size": "64MiB"})
-    with pytest.raises(EngineError, match="--disable-hybrid-kv-cache-manager"):
-        fleet.start(replace(base_config, model=model, role="kv_both", pool=pool))
-    small = {"pool": pool}
-    engines = three({"disable_hybrid_kv_cache_manager": True}, model=model, small=small)
+    """With one group alone; in groups of their own they have larger blocks."""
+    small = {"pool": json.dumps({"tiers": ["dram"], "dram_size": "64MiB"})}
+    options = {"disable_hybrid_kv_cache_manager": True}
+    engines = three(options, model=models("sizes"), small=small)
     answers = engines.assert_equal(prompt_of(NUM_TOKENS, "a"), prompt_of(NUM_TOKENS, "b"))
     assert answers[0].token_ids != answers[1].token_ids
 
