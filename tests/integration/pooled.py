@@ -4,11 +4,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from tests.integration.engines import BLOCK_SIZE, Answer, Engine, EngineConfig, Fleet, PromptOf
+from tests.integration.engines import (
+    BLOCK_SIZE,
+    Answer,
+    Engine,
+    EngineConfig,
+    Fleet,
+    PromptOf,
+    assert_no_leak,
+)
 from tests.integration.pool_steps import POOL, delta, provenance, settle, store
 
 if TYPE_CHECKING:
@@ -32,6 +40,15 @@ class Pooled:
         pooled.engine = pooled.other()
         pooled.engine.set_pool_faults("")
         return pooled
+
+    @classmethod
+    def for_fixture(cls, fleet: Fleet, config: EngineConfig) -> Iterator[Self]:
+        """Nothing is left in the engine in the end."""
+        pooled = cls.of(fleet, config)
+        before = pooled.engine.counts()
+        yield pooled
+        settle(pooled.engine)
+        assert_no_leak(pooled.engine, before)
 
     def other(self, pool: dict[str, Any] | None = None, **options: Any) -> Engine:
         options = {"role": "kv_both", "pool_faults": "get:ok*", **options}

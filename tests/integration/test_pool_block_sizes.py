@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, PromptOf, assert_no_leak
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, PromptOf
 from tests.integration.pool_steps import POOL, provenance, settle, store
 from tests.integration.pooled import Pooled
 from tests.integration.test_block_sizes import CHUNKED, LONG, NUM_WINDOWS, PAGE_BYTES, UNIT, WINDOW
@@ -41,11 +41,7 @@ def num_loaded_bytes(num_tokens: int) -> int:
 def pooled(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
 ) -> Iterator[Pooled]:
-    pooled = Pooled.of(fleet, replace(base_config, model=models("sizes")))
-    before = pooled.engine.counts()
-    yield pooled
-    settle(pooled.engine)
-    assert_no_leak(pooled.engine, before)
+    yield from Pooled.for_fixture(fleet, replace(base_config, model=models("sizes")))
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])

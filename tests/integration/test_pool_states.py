@@ -19,7 +19,6 @@ from tests.integration.engines import (
     EngineConfig,
     Fleet,
     PromptOf,
-    assert_no_leak,
 )
 from tests.integration.pool_steps import delta, provenance, settle, store
 from tests.integration.pooled import ASK, Pooled
@@ -51,11 +50,7 @@ def pooled(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
 ) -> Iterator[PooledStates]:
     config = replace(base_config, model=models("gdn"), dtype="bfloat16")
-    pooled = PooledStates.of(fleet, config)
-    before = pooled.engine.counts()
-    yield pooled
-    settle(pooled.engine)
-    assert_no_leak(pooled.engine, before)
+    yield from PooledStates.for_fixture(fleet, config)
 
 
 LENGTHS = [SHORT, BLOCK_SIZE + 1, STEP * BLOCK_SIZE, LONG, 600]

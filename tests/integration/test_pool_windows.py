@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, PromptOf, assert_no_leak
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, PromptOf
 from tests.integration.pool_steps import delta, provenance, settle, store
 from tests.integration.pooled import Pooled
 from tests.integration.test_windows import LONG, NUM_WINDOWS, PAGE_BYTES, SHORT, WINDOW
@@ -46,11 +46,7 @@ def pooled(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
 ) -> Iterator[Pooled]:
     """With windows."""
-    pooled = Pooled.of(fleet, replace(base_config, model=models("windows")))
-    before = pooled.engine.counts()
-    yield pooled
-    settle(pooled.engine)
-    assert_no_leak(pooled.engine, before)
+    yield from Pooled.for_fixture(fleet, replace(base_config, model=models("windows")))
 
 
 @pytest.mark.parametrize("load_mode", ["step", "park"])

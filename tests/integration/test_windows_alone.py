@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, PromptOf, assert_no_leak
+from tests.integration.engines import BLOCK_SIZE, EngineConfig, Fleet, PromptOf
 from tests.integration.pairs import ORDERS, Pair, Three, abort_early_and_late
 from tests.integration.pool_steps import delta, provenance, settle, store
 from tests.integration.pooled import Pooled
@@ -50,11 +50,7 @@ def pair(windows: Three, prompt_of: PromptOf) -> Pair:
 def pooled(
     fleet: Fleet, base_config: EngineConfig, models: Callable[[str], str]
 ) -> Iterator[Pooled]:
-    pooled = Pooled.of(fleet, replace(base_config, model=models("windows alone")))
-    before = pooled.engine.counts()
-    yield pooled
-    settle(pooled.engine)
-    assert_no_leak(pooled.engine, before)
+    yield from Pooled.for_fixture(fleet, replace(base_config, model=models("windows alone")))
 
 
 @pytest.mark.parametrize("order", ORDERS)
