@@ -129,7 +129,7 @@ class PoolPrompt(BlockSource):
         """All but the last token of a prompt of full units: vLLM computes that one, and would
         compute its whole unit."""
         last = self.request.num_tokens - 1
-        tail = last // self._pool.size.unit_size
+        tail = self._pool.size.tail_unit(self.request.num_tokens)
         has_all = all(
             self.has_block(index, group.id)
             for group in self._pool.groups
